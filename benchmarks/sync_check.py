@@ -56,7 +56,7 @@ def sync(weights: dict[str, Tensor], engine: Engine, receipt: Receipt | None) ->
     """Copy all weights, checked if there is a receipt."""
     cast = ((name, tensor.to(torch.bfloat16)) for name, tensor in weights.items())
     engine.load(cast if receipt is None else receipt.noted(cast))
-    if receipt is not None and (missing := receipt.missing(engine, lambda here: here)):
+    if receipt is not None and (missing := receipt.missing(engine.buffers(), lambda here: here)):
         fail(f"the engine does not hold {missing[0]}", status=1)
 
 

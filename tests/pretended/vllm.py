@@ -101,7 +101,7 @@ class LLM:
     def llm_engine(self) -> "LLM":
         return self
 
-    def add_request(self, name: str, prompt: Any, setting: Any) -> None:
+    def add_request(self, name: str, prompt: Any, setting: Any, **_: Any) -> None:
         self.asked.append((name, prompt, setting))
 
     def step(self) -> list[Any]:

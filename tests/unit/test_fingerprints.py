@@ -51,7 +51,7 @@ def missing(receipt: Receipt, ranks: int, *weights: dict[str, Tensor]) -> list[s
     for rank in range(ranks):
         last = Receipt(ranks) if rank < ranks - 1 else receipt
         last._sent, last._dtype = receipt._sent, receipt._dtype
-        names = last.missing(engine(weights[0], rank, ranks), union)
+        names = last.missing(engine(weights[0], rank, ranks).buffers(), union)
     return names
 
 
@@ -76,6 +76,13 @@ def test_another_form_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert missing(receipt, 1, other, weights) == ["1.q"] == missing(receipt, 1, other, weights)
     assert caplog.messages == ["rollout.engine: vLLM keeps #.router in another form; only a probe verifies its copy"]
+
+
+def test_a_strict_receipt_compares_every_kind() -> None:
+    """A LoRA that an engine has left out is not in another form."""
+    weights = sent(0) | sent(1)
+    other = {name: t.exp() if name.endswith("router") else t for name, t in weights.items()}
+    assert missing(Receipt(1, strict=True), 1, other, weights) == ["0.router", "1.router"]
 
 
 def test_zeros_are_no_evidence() -> None:

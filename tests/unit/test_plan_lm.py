@@ -131,6 +131,17 @@ def test_an_engine_that_sleeps_on_the_host(lm_folder: Path, tmp_path: Path) -> N
     assert "sleeping engine" not in awake.host
 
 
+def test_an_engine_that_keeps_the_base_of_a_lora(lm_folder: Path, tmp_path: Path) -> None:
+    """It sleeps on the host with buffers of the next rank of vLLM's; if it gets merged weights, it keeps nothing."""
+    keys = ("rollout.engine=vllm", "model.dtype=bfloat16", "model.lora_rank=4")
+    beside = planned(tiny_lm_config(lm_folder, tmp_path, *keys, "rollout.lora_sync=adapter"), Cluster(1, 1))
+    lora, base = 0, 0
+    for weight in beside.policy.layout.weights:
+        lora, base = lora + weight.numel * weight.lora, base + weight.numel * (not weight.lora)
+    assert count(beside).host["sleeping engine"] == 2 * (base + 2 * lora)
+    assert "sleeping engine" not in memory_of(lm_folder, tmp_path, *keys).host
+
+
 def test_the_cache_of_conversations(lm_folder: Path, tmp_path: Path) -> None:
     """While some wait for an answer, their columns are empty."""
     found = []

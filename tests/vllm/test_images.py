@@ -170,6 +170,7 @@ def test_jobs_on_images(tmp_path: Path, family: str, tp: int, kind: str) -> None
     keys = (
         f"rollout.tensor_parallel_size={tp}",
         f"model.{kind}",
+        "rollout.lora_sync=adapter",
         "parallel.fsdp_size=2",
         "optim.lr=1e-2",
         "rollout.limit_images=2",

@@ -77,7 +77,14 @@ def test_a_killed_language_model_goes_on(lm_folder: Path, tmp_path: Path) -> Non
     """
     before = shared_memory()
     steps = ("trainer.total_training_steps=4", "trainer.save_freq=2", "optim.lr=1e-2")
-    keys = ("rollout.engine=vllm", "model.lora_rank=4", "parallel.fsdp_size=2", "data.max_prompt_length=200", *steps)
+    keys = (
+        "rollout.engine=vllm",
+        "model.lora_rank=4",
+        "rollout.lora_sync=adapter",
+        "parallel.fsdp_size=2",
+        "data.max_prompt_length=200",
+        *steps,
+    )
     env = {"MAX_RESTARTS": "1", "PHASE_S": "0.2"}
     with Job(lm_folder, tmp_path, *keys, "parallel.timeout_s=60", env=env, lm=True) as job:
         job.until(lambda: job.phase(1)[1:] == (3, "rollout"), timeout=200)

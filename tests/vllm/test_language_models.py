@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from phalanx.engines.vllm_text import Sampling
+from phalanx.functional.tokens import WHOLE
 from phalanx.types import JobError, Prompt
 from tests.helpers.jobs import rows
 from tests.helpers.judged_text import BASE
@@ -128,6 +131,116 @@ def test_an_engine_that_does_not_follow_ends_the_job(lm_folder: Path, tmp_path: 
     )
     for how, text in said.items():
         assert how in fine or text.startswith(lost if how == "stale" else differs)
+
+
+ADAPTER = "rollout.lora_sync=adapter"
+
+
+def move(trained: Any, std: float) -> None:
+    """Change all trained weights."""
+    torch.manual_seed(1)
+    trained.take([(name, p + std * torch.randn(p.shape)) for name, p in trained.whole()])
+
+
+def with_a_lora(cfg: Any) -> dict[str, Any]:
+    """Log-probs of greedy responses after the LoRA has moved; what was sent in a second renewal, and what the job says
+    when a small change does not reach one layer.
+    """
+    from phalanx.run.rl import build
+
+    trainer = build(cfg)
+    policy, engine = trainer.policy, trainer.collector.rollout.engine
+
+    move(policy.trained, 0.05)
+    with trainer.collector.rollout.awake():
+        prompts = [[*range(3, 3 + length)] for length in (5, 40, 90)]
+        asked = (prompts, [0, 1, 2], Sampling(12, 0.0, WHOLE, [], []))
+        found: dict[str, Any] = {"drawn": engine.generate(*asked), "beside": engine.adapter is not None}
+    if engine.adapter is None:
+        return found
+    old, sent = {name: tensor.clone() for name, tensor in policy.engine_adapter()}, []
+    move(policy.trained, 1e-6)
+    adapt = engine.adapt
+
+    def stale(tensors: Any) -> None:
+        given = dict(tensors)
+        sent.extend(given)
+        adapt((name, old[name] if "layers.1.mlp.up" in name else tensor) for name, tensor in given.items())
+
+    engine.adapt = stale
+    with patch.object(engine, "refresh", None):  # the base is not sent again
+        found["stale"] = handover(trainer)
+        engine.adapt = adapt
+        found["whole"] = handover(trainer)
+    return found | {"sent": sent}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "keys"),
+    [(1, 1, ()), (2, 2, ("parallel.fsdp_size=2", "model.lora_rank=9")), (1, 1, ("model.quantization=nf4",))],
+    ids=["one rank", "two ranks", "4 bits"],
+)
+def test_a_lora_beside_its_base(lm_folder: Path, tmp_path: Path, ranks: int, tp: int, keys: tuple[str, ...]) -> None:
+    """Only the LoRA is sent, its copy is compared bit by bit, and log-probs are those of merged weights."""
+    every = (*VLLM, "model.lora_rank=4", "model.lora_alpha=12", f"rollout.tensor_parallel_size={tp}", *keys)
+    beside, merged = (
+        run_ranks(
+            with_a_lora, ranks, tiny_lm_config(lm_folder, tmp_path, *every, f"rollout.lora_sync={way}"), timeout=280
+        )
+        for way in ("adapter", "merged")
+    )
+    lost = "vLLM does not hold model.layers.1.mlp.up_proj.lora_A.weight (+1 more) as it was sent"
+    for one, other in zip(beside, merged, strict=True):
+        assert (one["beside"], other["beside"]) == (True, False)
+        assert one["drawn"][0] == other["drawn"][0]
+        for ours, theirs in zip(one["drawn"][1], other["drawn"][1], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+        assert lost in one["stale"] and one["whole"] == "in step"
+        assert len(one["sent"]) == 28 and all(".lora_" in name for name in one["sent"])
+
+
+def on_others(cfg: Any, others: list[str]) -> tuple[str, list[str]]:
+    """What a job says whose LoRA was found to be on `others` too, and what it logged."""
+    from phalanx.engines import vllm_lora, vllm_text
+    from phalanx.run.rl import build
+
+    logged: list[str] = []
+    vllm_lora.log.warning = lambda form, *values: logged.append(form % values)  # type: ignore[method-assign]
+    vllm_text.usable = lambda adapter, *given: vllm_lora.usable(  # type: ignore[assignment]
+        replace(adapter, layers=[*adapter.layers, *others]), *given
+    )
+    try:
+        trainer = build(cfg)
+    except ValueError as error:
+        return str(error), logged
+    move(trainer.policy.trained, 0.05)
+    return handover(trainer), logged
+
+
+MERGED = "rollout.lora_sync: the LoRA is merged into vLLM's weights, because vLLM takes "
+
+
+@pytest.mark.parametrize(
+    ("keys", "others", "said", "logged"),
+    [
+        (("model.lora_rank=520",), [], "in step", [MERGED + "no rank above 512"]),
+        ((), ["lm_head"], "in step", [MERGED + "none on lm_head as transformers does"]),
+        ((), ["model.visual.merger.up_proj"], "in step", [MERGED + "none on model.visual.merger.up_proj"]),
+        (
+            ("model.target_modules=[lm_head]",),
+            [],
+            "rollout.engine: vllm does not support a LoRA on lm_head, whose weights are the embeddings'; leave it out of "
+            "model.target_modules, or set rollout.engine=policy",
+            [],
+        ),
+    ],
+    ids=["rank", "head", "tower", "tied"],
+)
+def test_a_lora_that_vllm_does_not_take_is_merged(
+    lm_folder: Path, tmp_path: Path, keys: tuple[str, ...], others: list[str], said: str, logged: list[str]
+) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, *VLLM, ADAPTER, "model.lora_rank=4", *keys)
+    assert run_ranks(on_others, 1, cfg, others, timeout=200) == [(said, logged)]
 
 
 @pytest.mark.parametrize("correction", ["token_tis", "none"])

@@ -10,7 +10,7 @@ from tests.helpers.roles import learned, run_roles
 
 VLLM = ("rollout.engine=vllm", "data.max_prompt_length=200", "trainer.total_training_steps=2", "optim.lr=1e-2")
 TWO = "rollout.tensor_parallel_size=2"
-LORA = "model.lora_rank=4"
+LORA, ADAPTER = "model.lora_rank=4", "rollout.lora_sync=adapter"
 
 
 def language(cfg: Any) -> Any:
@@ -22,7 +22,7 @@ def language(cfg: Any) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
-        (4, ("placement={rollout: 0-1, actor: 2-3}", TWO, LORA)),
+        (4, ("placement={rollout: 0-1, actor: 2-3}", TWO, LORA, ADAPTER)),
         (4, ("placement={rollout: 0-1, inference: 2, actor: 3}",)),
         (3, ("placement={rollout: 0, inference: 1, actor: 2}", "rollout.schedule=one_step_off")),
     ],

@@ -13,6 +13,7 @@ class EngineFacts:
         them.
     weights: it samples with the modules of the "policy", with a whole "copy" per rank, updated before each rollout, or
         with "none".
+    adapters: its copy is of dequantized weights, beside which it may keep a LoRA (rollout.lora_sync).
     redraws: its `resample` may be called.
     videos: it can sample more than one frame.
     columns: flow models: its samples are images of the data, one from each of these columns, the preferred one first,
@@ -27,6 +28,7 @@ class EngineFacts:
 
     exact: bool = True
     weights: Literal["policy", "copy", "none"] = "policy"
+    adapters: bool = False
     redraws: bool = True
     videos: bool = True
     columns: tuple[str, ...] = ()
@@ -45,10 +47,11 @@ class EngineMemory:
 
     ranks: number of ranks that share one copy of the weights. reserved: fraction of a GPU's memory that it takes in any
     case; 0: only as much as it needs. sleeps: it frees its memory between rollouts. keeps: while it sleeps, its weights
-    are in main memory.
+    are in main memory; None: if they are the base of a LoRA, which it `adapts`, held beside them.
     """
 
     ranks: int = 1
     reserved: float = 0.0
     sleeps: bool = False
-    keeps: bool = False
+    keeps: bool | None = False
+    adapts: bool = False

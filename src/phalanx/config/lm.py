@@ -162,12 +162,18 @@ class LMRolloutConfig(RolloutConfig):
         0.5, "vllm: fraction of a GPU's memory for its weights and cache; the rest is for training", gt=0, lt=1
     )
     sleep: bool = arg(True, "vllm: release its memory while nothing is sampled (GPUs only)")
-    sleep_level: int = arg(
-        2,
+    sleep_level: Optional[int] = arg(
+        None,
         "vllm: what becomes of its weights while it sleeps: 2 discards them, since each rollout brings them; 1 keeps "
-        "them in main memory",
+        "them in main memory; null: 1 if rollouts bring only a LoRA (lora_sync), else 2",
         ge=1,
         le=2,
+    )
+    lora_sync: str = arg(
+        "merged",
+        "vllm: how a LoRA reaches it: merged into all weights at each rollout (merged), or as it is, beside the base, "
+        "which vLLM gets once and keeps (adapter), unless vLLM takes no such LoRA",
+        choices=("merged", "adapter"),
     )
     enforce_eager: bool = arg(False, "vllm: neither compile nor capture CUDA graphs; slower, for finding faults")
     max_sync_error: Optional[float] = arg(
@@ -254,7 +260,9 @@ class LMRolloutConfig(RolloutConfig):
         ranks = self.tensor_parallel_size if facts.tensor_parallel else 1
         reserved = self.gpu_memory_utilization if facts.reserves else 0.0
         sleeps = facts.sleeps and self.sleep
-        return EngineMemory(ranks, reserved, sleeps, sleeps and facts.reserves and self.sleep_level == 1)
+        adapts = facts.adapters and self.lora_sync == "adapter"
+        keeps = None if self.sleep_level is None and adapts else self.sleep_level == 1
+        return EngineMemory(ranks, reserved, sleeps, keeps if sleeps and facts.reserves else False, adapts)
 
 
 @dataclass

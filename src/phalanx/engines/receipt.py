@@ -3,10 +3,10 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.engines.loading import listed
 from phalanx.functional.fingerprints import fingerprints
@@ -19,12 +19,12 @@ class Receipt:
     concatenate tensors, split their rows or columns between `shards` ranks, and order rows in their own way.
 
     A kind of tensor, such as one layer type of all layers, of which the first comparison finds less than half of the
-    blocks is kept in another form, as quantised weights are: it is logged once and not compared.
+    blocks is kept in another form, as quantised weights are: it is logged once and not compared, unless `strict`.
     """
 
-    def __init__(self, shards: int, key: str = "rollout.engine") -> None:
+    def __init__(self, shards: int, key: str = "rollout.engine", *, strict: bool = False) -> None:
         """key: the configuration key of the engine, for messages."""
-        self._shards, self._key = shards, key
+        self._shards, self._key, self._strict = shards, key, strict
         self._sent: dict[str, Tensor] = {}
         self._compared: dict[str, bool] = {}  # by kind, from the first comparison in which one was not 0
         self._dtype = torch.float32
@@ -36,13 +36,13 @@ class Receipt:
             self._sent[name], self._dtype = fingerprints(tensor.detach(), self._shards), tensor.dtype
             yield name, tensor
 
-    def missing(self, model: nn.Module, union: Callable[[Tensor], Tensor]) -> list[str]:
-        """Names of the sent tensors that the engine's `model` does not hold.
+    def missing(self, kept: Iterable[Tensor], union: Callable[[Tensor], Tensor]) -> list[str]:
+        """Names of the sent tensors that are not among those that the engine has `kept`.
 
         union: collective; of bool [K] of each rank that shares the weights, whether any is true.
         """
         held = []
-        for weight in (*model.parameters(), *model.buffers()):
+        for weight in kept:
             # a router in float32 holds exactly the bfloat16 numbers that it was sent
             cast = weight.data.to(self._dtype) if weight.dtype.is_floating_point else weight.data
             for parts in {1, self._shards}:
@@ -60,7 +60,7 @@ class Receipt:
         foreign = []
         for name, blocks in total.items():
             if blocks and name not in self._compared:
-                self._compared[name] = 2 * absent[name] <= blocks
+                self._compared[name] = self._strict or 2 * absent[name] <= blocks
                 if not self._compared[name]:
                     foreign.append(name)
         if foreign:

@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.receipt import Receipt
 from phalanx.engines.vllm import load_llm, rejected
+from phalanx.engines.vllm_lora import Adapter, asking, kept, lora_options, put, served, usable
 from phalanx.functional.tokens import Truncation
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
@@ -58,9 +59,11 @@ class Asked:
 @dataclass(frozen=True)
 class TextEngineConfig:
     """Settings of an engine: at most `longest` tokens per prompt and response, and `together` responses at once.
-    `sleep_level`: 1 keeps the weights in main memory; 2 discards them, since each rollout brings them.
+    `sleep_level`: 1 keeps the weights in main memory; 2 discards them, since each rollout brings them; None: 1 if
+    rollouts bring only a LoRA.
     `images`: keyword arguments of the image processor, if prompts may have images, at most `limit_images` each.
-    `key`: the configuration key of the engine, for messages.
+    `adapter`: a LoRA that the engine keeps beside the weights of its base, if it can; `adapter_key`: its configuration
+    key. `key`: that of the engine, for messages.
     """
 
     path: str
@@ -71,11 +74,13 @@ class TextEngineConfig:
     longest: int
     together: int
     sleep: bool
-    sleep_level: int = 2
+    sleep_level: int | None = None
     enforce_eager: bool = False
     images: dict[str, Any] | None = None
     limit_images: int | None = None
     key: str = "rollout.engine"
+    adapter: Adapter | None = None
+    adapter_key: str = "rollout.lora_sync"
 
 
 class TextEngine:
@@ -85,14 +90,18 @@ class TextEngine:
         """Build the engine, with dummy weights unless prompts have images. ValueError if vLLM rejects the model."""
         self._groups, self._dtype = groups, getattr(torch, config.dtype)
         cuda = torch.cuda.is_available()
-        self._sleeps, self._level, self._images = config.sleep and cuda, config.sleep_level, config.images is not None
+        self._sleeps, self._images = config.sleep and cuda, config.images is not None
         self._key = config.key
         self._receipt = Receipt(config.tensor_parallel_size, config.key)
+        self._adapter_receipt = Receipt(config.tensor_parallel_size, config.key, strict=True)
+        self._number, self._asking = 0, None  # of the LoRA, as vLLM counts them, and how prompts ask for it
+        self._has_base = self._unchecked = False
         with groups.active():
             if not cuda:
                 torch.cpu._init_amx()
                 _keep_linears_plain()
             with rejected(config.key, config.path):
+                self.adapter = usable(config.adapter, config.path, config.revision, config.dtype, config.adapter_key)
                 self._llm = load_llm(
                     config,
                     groups,
@@ -110,19 +119,34 @@ class TextEngine:
                     enable_prefix_caching=True,
                     logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
                     **_image_options(config.images, config.limit_images),
+                    **({} if self.adapter is None else lora_options(self.adapter)),
                 )
+            if (adapter := self.adapter) is not None:
+                (taken,) = self._llm.apply_model(lambda model: served(model, adapter, config.adapter_key))
+                self.adapter = adapter if taken else None
+            # a base that stays needs no copy
+            self._level = config.sleep_level or (2 if self.adapter is None else 1)
             if self._sleeps:
                 self._llm.sleep(level=self._level)
 
     @contextmanager
-    def awake(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-        """Give the engine these weights and a KV cache for the duration of the block. Iterating them is collective."""
+    def awake(
+        self, weights: Iterator[tuple[str, Tensor]], adapter: Iterator[tuple[str, Tensor]] | None = None
+    ) -> Iterator[None]:
+        """Give the engine these weights and a KV cache for the duration of the block. Iterating them is collective.
+
+        adapter: the tensors of `self.adapter`, by peft's names, with B times the scale. Then `weights` are those of its
+        base, which are iterated only if the engine has not kept them.
+        """
         if self._sleeps:
             torch.cuda.empty_cache()  # vLLM allocates from the device, not from torch's cache
             with self._groups.active():
                 self._llm.wake_up(tags=["weights"])
-        cast = ((name, tensor.to(self._dtype)) for name, tensor in weights)
-        self.refresh(self._receipt.noted(cast))
+        if adapter is None or not self._has_base:
+            self.refresh(self._receipt.noted(self._cast(weights)))
+            self._has_base = self._unchecked = True
+        if adapter is not None:
+            self.adapt(self._adapter_receipt.noted(self._cast(adapter)))
         if self._sleeps:
             with self._groups.active():
                 self._llm.wake_up(tags=["kv_cache"])
@@ -130,6 +154,10 @@ class TextEngine:
         if self._sleeps:
             with self._groups.active():
                 self._llm.sleep(level=self._level)
+            self._has_base = self._level == 1
+
+    def _cast(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
     def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load (name, tensor) pairs of the engine's dtype, and drop everything computed with the old weights."""
@@ -140,10 +168,29 @@ class TextEngine:
                 pass
             self.forget()
 
+    def adapt(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Let prompts be read and continued with these tensors of `self.adapter`, as with another model."""
+        given, adapter = dict(tensors), self.adapter
+        assert adapter is not None, "an engine without a LoRA"
+        self._number += 1
+        with self._groups.active(), torch.no_grad():
+            self._llm.apply_model(lambda model: put(model, adapter, given, self._number))
+        self._asking = asking(self._number)
+        self.forget()
+
     def missing(self) -> list[str]:
         """Names of the tensors of the last `awake` that the replica does not hold as they were sent. Collective."""
         with self._groups.active(), torch.no_grad():
-            (names,) = self._llm.apply_model(lambda model: self._receipt.missing(model, self._groups.any))
+            (names,) = self._llm.apply_model(self._missing)
+        return names
+
+    def _missing(self, model: Any) -> list[str]:
+        names = []
+        if self._unchecked:
+            names += self._receipt.missing((*model.parameters(), *model.buffers()), self._groups.any)
+            self._unchecked = False
+        if self.adapter is not None:
+            names += self._adapter_receipt.missing(kept(model, self.adapter), self._groups.any)
         return names
 
     def forget(self) -> None:
@@ -165,7 +212,8 @@ class TextEngine:
         images = shown or [None] * len(prompts)
         with self._groups.active(), torch.no_grad():
             short = [prompt if image is None else image.short for prompt, image in zip(prompts, images, strict=True)]
-            requests = self._llm.generate(_vllm_prompts(short, images), settings, use_tqdm=False)
+            inputs = _vllm_prompts(short, images)
+            requests = self._llm.generate(inputs, settings, use_tqdm=False, lora_request=self._asking)
         for request, prompt, image in zip(requests, prompts, images, strict=True):
             if image is not None:
                 self.check_read(request.prompt_token_ids, prompt, image.place)
@@ -198,7 +246,7 @@ class TextEngine:
         for request, given in zip(requests, inputs, strict=True):
             # not token by token
             settings = _sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
-            self._llm.llm_engine.add_request(request.name, given, settings)
+            self._llm.llm_engine.add_request(request.name, given, settings, lora_request=self._asking)
 
     def step(self) -> list[tuple[str, list[int], list[int], list[float]]]:
         """Draw one more token of each request; returns (name, tokens read, response, log-probabilities) of those that

@@ -153,6 +153,11 @@ def dense(
     return whole.to(dtype)
 
 
+def dequantized(dtype: torch.dtype, weight: Tensor, *beside: Tensor) -> Tensor:
+    """A layer's weight [out, in], by its output of `quantize` and by up and down of the LoRA beside it, if any."""
+    return dense(dtype, weight, _value_pairs(weight.device), *beside)
+
+
 def _value_pairs(device: torch.device) -> Tensor:
     """[256, 2]: the two values that each byte of codes stands for."""
     values = torch.tensor(NF4, device=device)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from phalanx.config.trained_model import ModelConfig
@@ -172,29 +171,6 @@ def lora_off(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, state in zip(layers, before, strict=True):
             layer._disable_adapters = state
-
-
-def merged_weights(state: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state_dict with the LoRA merged, one full tensor at a time, under the base model's names.
-
-    Sharded tensors are gathered, in `dtype` if that has fewer bits: all ranks of a shard group must iterate in
-    lockstep, to the end. Weights with a LoRA are summed, and yielded, in float32.
-    """
-    scale = lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            continue
-        merged = name.endswith(".base_layer.weight")
-        if isinstance(tensor, DTensor) and tensor.dtype.itemsize > dtype.itemsize and not merged:
-            tensor = tensor.to(dtype)
-        weight = _full_tensor(tensor)
-        if merged:
-            stem = name.removesuffix("base_layer.weight")
-            down = _full_tensor(state[f"{stem}lora_A.default.weight"])
-            up = _full_tensor(state[f"{stem}lora_B.default.weight"])
-            # in float32: the receiver rounds the sum only once
-            weight = weight.float() + scale * (up.float() @ down.float())
-        yield name.replace(".base_layer.", "."), weight
 
 
 @torch.no_grad()
@@ -384,7 +360,3 @@ def lora_alpha(config: ModelConfig) -> float:
     if config.lora_rank == 0 or config.lora_alpha is None:
         return 2 * config.lora_rank
     return config.lora_alpha
-
-
-def _full_tensor(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

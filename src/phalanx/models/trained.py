@@ -17,8 +17,9 @@ from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
 from phalanx.models.linear import ONEDNN, preferred, quantize_layers, unfuse_biases, use_onednn
-from phalanx.models.lora import add_lora, lora_off, merged_weights
+from phalanx.models.lora import add_lora, lora_off
 from phalanx.models.one_graph import OneGraph
+from phalanx.models.weights_sent import adapter_weights, merged_weights
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,17 @@ class TrainedModel:
         return self.sharded.unsharded()
 
     @torch.no_grad()
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, with the LoRA merged, for an engine's copy in the module's dtype; see merged_weights.
 
-        All ranks must iterate in lockstep, to the end.
+        base: without the LoRA. All ranks must iterate in lockstep, to the end.
         """
-        yield from merged_weights(self.module.state_dict(), self.config, self.dtype)
+        yield from merged_weights(self.module.state_dict(), self.config, self.dtype, base=base)
+
+    @torch.no_grad()
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the LoRA, by peft's names, B times the scale. All ranks must iterate in lockstep, to the end."""
+        yield from adapter_weights(self.module.state_dict(), self.config)
 
     @property
     def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:

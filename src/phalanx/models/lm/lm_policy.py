@@ -322,15 +322,31 @@ class LMPolicy:
 
     # -- weights ----------------------------------------------------------------------------------
 
-    def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def engine_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, one full tensor at a time, under transformers' names, for an engine's copy of the model.
 
         The text part of a composite model has the names of the composite model. All ranks must iterate in lockstep, to
-        the end.
+        the end. base: without the LoRA.
         """
-        for name, tensor in self.trained.whole_weights():
+        for name, tensor in self.trained.whole_weights(base=base):
             if not (self.tied and name == "lm.lm_head.weight"):
-                yield name_in_whole(name.removeprefix("lm."), self.trained.module.places), tensor
+                yield self._name_in_folder(name), tensor
+
+    def engine_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the LoRA as `engine_weights` does the weights: A [rank, in] and B [out, rank] times the scale."""
+        for name, tensor in self.trained.adapter_weights():
+            yield self._name_in_folder(name), tensor
+
+    def adapted_layers(self) -> list[str]:
+        """Names, as those of `engine_weights`, of the layers with a LoRA."""
+        layers = []
+        for name in self.trained.parameters:
+            if ".lora_A." in name:
+                layers.append(self._name_in_folder(name.partition(".lora_A.")[0]))
+        return layers
+
+    def _name_in_folder(self, name: str) -> str:
+        return name_in_whole(name.removeprefix("lm."), self.trained.module.places)
 
     def unsharded(self) -> AbstractContextManager[None]:
         """See TrainedModel.unsharded."""

@@ -16,6 +16,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.receipt import listed
+from phalanx.engines.vllm_lora import Adapter
 from phalanx.engines.vllm_text import Asked, Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
 from phalanx.media.pictures import in_memory
@@ -38,6 +39,7 @@ class VllmRollout(LMRollout):
     facts = EngineFacts(
         exact=False,
         weights="copy",
+        adapters=True,
         exclusive=True,
         tensor_parallel=True,
         reserves=True,
@@ -56,6 +58,11 @@ class VllmRollout(LMRollout):
                 f"{config:engine}: vllm does not support bidirectional attention between the tokens of an image, as in "
                 f"{type(policy.trained.module.lm).__name__}; set {config:engine}=policy"
             )
+        if policy.tied and any(name.endswith("lm_head") for name in policy.adapted_layers()):
+            raise ValueError(
+                f"{config:engine}: vllm does not support a LoRA on lm_head, whose weights are the embeddings'; leave "
+                f"it out of model.target_modules, or set {config:engine}=policy"
+            )
         size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
         self.group = range(first, first + size)  # the ranks that share the engine's weights, including this one
         settings = TextEngineConfig(
@@ -72,6 +79,8 @@ class VllmRollout(LMRollout):
             enforce_eager=config.enforce_eager,
             images=None if policy.vision is None else bounds(policy.data),
             limit_images=config.limit_images,
+            adapter=adapter_of(policy, config),
+            adapter_key=f"{config:lora_sync}",
         )
         self._groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
         self.engine = TextEngine(settings, self._groups, world.rank, world.launch.local_rank)
@@ -93,7 +102,9 @@ class VllmRollout(LMRollout):
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Give the engine the policy's current weights for the duration of the block, and verify them."""
-        with torch.no_grad(), self.engine.awake(self.policy.engine_weights()):
+        beside = self.engine.adapter is not None
+        adapter = self.policy.engine_adapter() if beside else None
+        with torch.no_grad(), self.engine.awake(self.policy.engine_weights(base=beside), adapter):
             self.check()
             yield
 
@@ -217,6 +228,13 @@ class VllmSession:
             self._engine.add(of_rank)
             self._running |= {request.name for request in of_rank}
         return not self._running and all(done for _, done in everyone)
+
+
+def adapter_of(policy: LMPolicy, config: LMRolloutConfig) -> Adapter | None:
+    """The policy's LoRA, if there is one and rollout.lora_sync does not merge it."""
+    if not policy.trained.lora or config.lora_sync == "merged":
+        return None
+    return Adapter(policy.config.lora_rank, policy.adapted_layers())
 
 
 def bounds(data: LMDataConfig) -> dict[str, int]:

@@ -41,8 +41,9 @@ RULES = (
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
          lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
          "parallel.param_offload: true does not work with parallel.expert_parallel; set one to false"),
-    Rule("model.quantization rollout.engine", RL, "A quantized model samples in the trained modules.",
-         lambda c: c.model.quantization and c.rollout.facts.weights == "copy",
+    Rule("model.quantization rollout.engine", RL,
+         "A quantized model samples in the trained modules, or in vLLM.",
+         lambda c: c.model.quantization and c.rollout.facts.weights == "copy" and not c.rollout.facts.adapters,
          "{c.model:quantization:} needs sampling in the trained modules, but {c.rollout.engine} has a separate copy "
          "of the weights; set {c.rollout:engine}=policy or leave it out"),
     Rule("model.quantization model.lora_init", RUN, "PiSSA changes the weights that quantization would round.",

@@ -18,6 +18,7 @@ from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RunConfig
 from phalanx.distributed.mesh import ACTOR, ROLLOUT
 from phalanx.distributed.placement import judged_beside
+from phalanx.engines.vllm_lora import buffer_rank
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.headers import read_json, tensors
 from phalanx.run.link import BUCKET_BYTES
@@ -124,7 +125,9 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     host |= {"text encoders": sum(encoders) - mapped, MAPPED: mapped}
     host |= {name: size - on_device[name] for name, size in state.items()}
     host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
-    kept = engine_copy(p.cfg, layout) if samples and p.cfg.rollout.engine_memory.keeps else 0
+    keeps = p.cfg.rollout.engine_memory.keeps
+    keeps = p.cfg.model.lora_rank > 0 if keeps is None else keeps
+    kept = engine_copy(p.cfg, layout) if samples and keeps else 0
     host |= {"images": p.outputs_size, "sleeping engine": kept, "sleeping reward model": asleep}
     phases = []
     before, after = p.waiting
@@ -240,7 +243,7 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardMo
 
 def engine_size(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
     """Bytes that an engine takes on the device while it samples: its share of the GPU, cache included, if it reserves
-    one, else a part of its copy of the model, with the LoRA merged into it.
+    one, else a part of its copy of the model, with the LoRA merged into it or beside it.
     """
     if cfg.rollout.facts.weights != "copy":
         return 0
@@ -250,7 +253,11 @@ def engine_size(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
 def engine_copy(cfg: RunConfig, layout: Layout) -> int:
     """Bytes of a rank's part of an engine's copy of the model."""
     whole = sum(w.numel for w in layout.weights if not w.lora) * layout.dtype.itemsize
-    return -(-whole // cfg.rollout.engine_memory.ranks)
+    memory, beside = cfg.rollout.engine_memory, 0
+    if memory.adapts and cfg.model.lora_rank > 0:  # most of it on each rank, in buffers of the next size of vLLM's
+        beside = sum(w.numel for w in layout.weights if w.lora) * layout.dtype.itemsize
+        beside = beside * buffer_rank(cfg.model.lora_rank) // cfg.model.lora_rank
+    return -(-whole // memory.ranks) + beside
 
 
 def _model_bytes(model: RewardModelConfig, folder: Path) -> int | None:
