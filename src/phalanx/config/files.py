@@ -73,8 +73,8 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None =
     Raises json.JSONDecodeError, or another ValueError with one line.
     """
     try:
-        numbers = {"parse_float": _finite_number, "parse_constant": _finite_number} if finite else {}
-        value = json.loads(text, object_pairs_hook=pairs, **numbers)
+        number = _finite_number if finite else None
+        value = json.loads(text, object_pairs_hook=pairs, parse_float=number, parse_constant=number)
     except json.JSONDecodeError:
         raise
     except RecursionError:

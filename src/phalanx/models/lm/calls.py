@@ -131,8 +131,7 @@ def _split_tags(text: str, opening: str, closing: str | None) -> Iterator[tuple[
     """Split a text into (opening tag, body): calls, thoughts, and the texts between them, whose tag is empty. Without
     its closing tag, or with None, a body reaches to the end. Within a line, a tag of thoughts is text.
     """
-    tags, place = {opening: closing, **_THOUGHTS}, 0
-    searched = 0
+    tags, place, searched = {opening: closing, **_THOUGHTS}, 0, 0
     tag = re.compile("|".join(map(re.escape, tags)))
     while (start := tag.search(text, searched)) is not None:
         at, searched = start.span()
