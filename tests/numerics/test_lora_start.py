@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import FlowModel
@@ -348,3 +348,35 @@ def test_what_is_no_plain_lora_is_refused(
     tied.first.weight = tied.second.weight
     with refused("model.lora_path: 'a' has first, whose weights another layer of the model shares"):
         start_from_lora(tied, "a", lambda _: drawn(tied, "first", 1, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "message"),
+    [
+        ({"q.lora_A.weight": torch.tensor([[1.0, torch.nan]])}, {}, "q.lora_A has float32 values; expected floating-"),
+        ({"q.lora_B.weight": torch.ones(3, 1).to(torch.int8)}, {}, "q.lora_B has int8 values; expected floating-point"),
+        (
+            {"q.lora_A.weight": torch.ones(1, 2, 1, 1)},
+            {},
+            r"q: its matrices are \[\[1, 2, 1, 1\], \[3, 1\]\]; expected ",
+        ),
+        (
+            {"q.lora_B.weight": torch.ones(3, 2)},
+            {},
+            r"q: its matrices are \[\[1, 2\], \[3, 2\]\]; expected lora_A \[rank,",
+        ),
+        ({"q.alpha": torch.tensor(2.0)}, {"lora_alpha": 8}, "q.alpha is 2, and the settings' lora_alpha is 8"),
+        ({}, {"lora_alpha": "8"}, "lora_alpha of q is '8'; expected a number"),
+        ({}, {"init_lora_weights": "OLoRA"}, "init_lora_weights: 'OLoRA' changes the base weights"),
+    ],
+)
+def test_a_file_whose_sum_would_be_wrong(changed: dict[str, Tensor], settings: dict[str, Any], message: str) -> None:
+    plain = {"q.lora_A.weight": torch.ones(1, 2), "q.lora_B.weight": torch.ones(3, 1)}
+    assert plain_layers(plain | {"q.alpha": torch.tensor(8.0)}, {"lora_alpha": 8})["q"][1].eq(8).all()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        plain_layers(plain | changed, settings)
+
+
+def test_a_file_without_a_tensor() -> None:
+    with pytest.raises(ValueError, match=r"^it has no tensors$"):
+        plain_layers({}, {"lora_alpha": 8})

@@ -76,6 +76,16 @@ def test_means_of_parts_merge_into_that_of_all() -> None:
     assert merged_rows([{"m": Mean(2.0, 0)}], [1]) == {"m": 2.0}
 
 
+def test_rewards_are_averaged_whatever_their_names() -> None:
+    rows = []
+    for value in (1.0, 4.0):
+        rows.append({f"reward/{name}": value for name in ("time_s", "per/max", "min", "errors")} | {"time/x": value})
+    merged = merged_rows(rows, [2, 1])
+    assert merged == {
+        "reward/time_s": 2.0, "reward/per/max": 2.0, "reward/min": 1.0, "reward/errors": 5.0, "time/x": 5.0
+    }  # fmt: skip
+
+
 def test_what_nothing_counts_for_is_left_out() -> None:
     nothing = torch.zeros(2, 5)
     metrics = {"mean": VALUES[:2], "max": Metric(VALUES[:2], "max"), "std": Metric(VALUES[:2], "std"), "number": 1.0}

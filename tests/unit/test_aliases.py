@@ -157,7 +157,10 @@ def test_all_unknown_keys_are_answered_at_once(tmp_path: Path) -> None:
         load_config(LMRLConfig, str(path), ["model.path=x", "num_generations=8", "+bf16=true"])
 
 
-TRAINERS = {"trl": LMRLConfig, "rlinf": LMRLConfig, "dfactory": BlockDiffusionTaskConfig}
+TRAINERS = {
+    "trl": LMRLConfig, "rlinf": LMRLConfig, "openrlhf": LMRLConfig, "ms_swift": LMRLConfig, "flow_grpo": FlowRLConfig,
+    "dfactory": BlockDiffusionTaskConfig,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

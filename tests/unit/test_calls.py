@@ -305,6 +305,54 @@ def test_long_texts_take_little_time(form: str, part: str) -> None:
         assert time.process_time() - start < 1.0
 
 
+@pytest.mark.parametrize(
+    ("format", "text", "error"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "parameters": {"n": 1}}</tool_call>',
+            "expected a JSON object with a name",
+        ),
+        ("hermes", '<tool_call>{"name": "f", "n": 1}</tool_call>', "expected a JSON object with a name and arguments"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>', "NaN is not a finite number"),
+        ("gemma4", "<|tool_call>call:f{n:1e400}<tool_call|>", "1e400 is not a finite number"),
+        (
+            "glm45",
+            "<tool_call>f<arg_key>s</arg_key><arg_value>a</arg_value> b</arg_value></tool_call>",
+            "'b' is outside",
+        ),
+        (
+            "qwen3_coder",
+            '<tool_call><function=f>{"s": 1}</function></tool_call>',
+            "is outside the arguments; expected <pa",
+        ),
+        ("qwen3_coder", "<function=f>\n</function>\n</tool_call>", "no <tool_call> before </tool_call>"),
+    ],
+)
+def test_no_call_runs_without_what_was_written(format: str, text: str, error: str) -> None:
+    message = parser(format)(text)
+    assert error in message["error"] and "tool_calls" not in message
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "a </think> b"}}</tool_call>'),
+        ("qwen3_coder", "<tool_call><function=f><parameter=s>a </think> b</parameter></function></tool_call>"),
+        ("llama3", '{"name": "f", "parameters": {"s": "a </think> b"}}'),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>a <channel|> b<|"|>}<tool_call|>'),
+    ],
+)
+def test_an_argument_has_the_tag_that_ends_thoughts(format: str, text: str) -> None:
+    [call] = parser(format)(text)["tool_calls"]
+    assert call["function"]["arguments"]["s"] in ("a </think> b", "a <channel|> b")
+
+
+def test_an_answer_in_json_has_more_than_a_call() -> None:
+    text = '{"name": "Pump", "parameters": {"power": 3}, "price": 5}'
+    assert parser("llama3")(text) == {"role": "assistant", "content": text}
+
+
 def test_a_parser_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
         "def read(text):\n"

@@ -140,6 +140,23 @@ def test_messages_in_parts(tmp_path: Path) -> None:
         texts([file])
 
 
+def test_a_chat_and_its_truth_as_json_texts(tmp_path: Path) -> None:
+    """verl's columns as .csv holds them, and pandas' NaN for a value that is missing."""
+    file = tmp_path / "a.csv"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    texts = [json.dumps(chat), json.dumps({"ground_truth": "5"}), '["not", "a chat"]', "[1", "[]"]
+    cells = ['"' + text.replace('"', '""') + '"' for text in texts]
+    file.write_text(f"prompt,reward_model\n{cells[0]},{cells[1]}\n{cells[2]},\n{cells[3]},\n{cells[4]},\n")
+    rows = load_prompts([str(file)], "data.train_files", quoted=False)
+    assert [row.text for row in rows] == ["q", *texts[2:]]
+    assert [row.messages for row in rows] == [chat, None, None, None]
+    assert [row.meta.get("ground_truth") for row in rows] == ["5", None, None, None]
+    file = tmp_path / "b.jsonl"
+    file.write_text('{"prompt": "a", "ground_truth": NaN, "answer": 7}\n{"prompt": "b", "answer": NaN}\n')
+    rows = load_prompts([str(file)], "data.train_files", quoted=False)
+    assert [row.meta.get("ground_truth") for row in rows] == [7, None]
+
+
 def test_images_in_messages(tmp_path: Path) -> None:
     """In the forms of Qwen, transformers and OpenAI, as paths, bytes or data URLs; other URLs are refused when read."""
     for i in range(2):

@@ -1,9 +1,11 @@
 """Conversations with environments: levels, errors, deadlines, texts, counters."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -387,3 +389,42 @@ def test_async_tools_run_side_by_side_on_one_thread(file: Path) -> None:
     texts = {turn.result(60).messages[0]["content"] for turn in turns}
     assert texts == {"waited on environments-async"}
     assert time.perf_counter() - start < 20  # one after the other they take 25
+
+
+@pytest.mark.parametrize(
+    ("value", "done"),
+    [
+        (("m", 1, False, True), True),
+        (("m", 1, False, {"info": 1}), False),
+        (("m", 1, np.bool_(True)), True),
+        (("m", 1, False, np.bool_(True), {}), True),
+        ({"observation": "m", "reward": 1, "truncated": np.bool_(True)}, True),
+    ],
+)
+def test_an_end_in_the_forms_of_gym(value: Any, done: bool) -> None:
+    assert turn_of(value, 99, "right", "step") == Turn([{"role": "user", "content": "m"}], 1.0, done)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"role": "user", "content": "m", "reward": 1},
+            "step returned a message with a reward or done among its keys;",
+        ),
+        (("m", 10**400, False), "expected a number"),
+        (("m", 1, False, "yes"), "step returned 'yes' for truncated; expected true or false"),
+    ],
+)
+def test_a_turn_that_would_lose_its_reward_or_end(value: Any, message: str) -> None:
+    with pytest.raises(Odd, match=re.escape(message)):
+        turn_of(value, 99, "right", "step")
+
+
+def test_values_that_json_does_not_have() -> None:
+    assert text_of({(1, 2): "x"}, 99, "right") == "{(1, 2): 'x'}"
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    for value in (cycle, [10**6000]):
+        with pytest.raises(Odd, match=r"^a tool returned a list that JSON cannot represent: "):
+            text_of(value, 99, "right")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Optional
 import pytest
 from pydantic import BaseModel, Field
 
-from phalanx.environments.tools import BadCall, schema_tool
+from phalanx.environments.tools import BadCall, schema_of, schema_tool
 from phalanx.models.lm.calls import parser
 from phalanx.models.lm.schemas import parameter_types
 
@@ -184,6 +184,24 @@ def test_references_that_branch_take_little_time() -> None:
 def test_tools_with_a_schema_get_its_types(name: str, given: Any, expected: Any) -> None:
     made = schema_tool(tool(Arguments.model_json_schema() | {"required": []}), print)
     assert made.checked({name: given}) == {name: expected}
+
+
+def test_arguments_of_a_schema_with_choices() -> None:
+    """The properties of every choice have types, those of several choices that of any; references are URIs."""
+    one = {"properties": {"n": {"$ref": "#/$defs/a%20b/0"}, "x": {"type": "integer"}}}
+    two = {"properties": {"x": {"type": "null"}, "o": {}}}
+    types = parameter_types({"type": "object", "$defs": {"a b": [{"type": "integer"}]}, "oneOf": [one, two]})
+    expected = {"n": frozenset({"integer"}), "x": frozenset({"integer", "null"}), "o": frozenset()}
+    assert types.named == expected
+    assert "oneOf" in schema_of("f", "", {"oneOf": [one, two]})["function"]["parameters"]
+
+
+def test_numbers_are_finite() -> None:
+    """Python's JSON has NaN and reads 1e400 as infinity, which a server of tools refuses."""
+    made = schema_tool(tool({"properties": {"x": {"type": "number"}}}), print)
+    for given in ("NaN", float("inf"), float("nan")):
+        with pytest.raises(BadCall, match=r"^put: x: Input should be a finite number"):
+            made.checked({"x": given})
 
 
 @pytest.mark.parametrize(("name", "given"), [("point", "one"), ("points", {}), ("level", "low"), ("maybe", 3)])

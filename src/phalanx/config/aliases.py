@@ -58,6 +58,9 @@ def alias(key: str, known: Collection[str]) -> str | None:
         trainers.append("rlinf")
     if "rollout.n" in known:
         trainers.append("trl")
+        trainers += ["openrlhf", "ms_swift"] if "data.max_response_length" in known else []
+    if "rollout.num_inference_steps" in known:
+        trainers.append("flow_grpo")
     if "block_diffusion.noise_range_low" in known:
         trainers.append("dfactory")
     if key in renamed:

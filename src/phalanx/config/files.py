@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Callable
@@ -59,13 +60,21 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def _finite_number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
+
+
+def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None, *, finite: bool = False) -> Any:
     """Parse a JSON text. pairs: converts the key-value pairs of each object, see json.loads' object_pairs_hook.
+    finite: refuse NaN and infinite numbers, which Python writes although JSON has none, and those too large.
 
     Raises json.JSONDecodeError, or another ValueError with one line.
     """
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        number = _finite_number if finite else None
+        value = json.loads(text, object_pairs_hook=pairs, parse_float=number, parse_constant=number)
     except json.JSONDecodeError:
         raise
     except RecursionError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any
 
 from phalanx.config.aliases import alias
@@ -16,7 +17,7 @@ def check_keys(schema: type, values: Any, keys: Keys, types: Types) -> None:
 
     keys: returns all keys of the schema, which takes a while. types: returns the type of each field of a schema.
     """
-    unknown = list(_unknown_keys(schema, values, "", keys, types))
+    unknown = list(_unknown_keys(schema, values, "", cache(keys), types))
     if len(unknown) == 1:
         raise ConfigError(f"unknown key {unknown[0][0]}; {unknown[0][1]}")
     if unknown:

@@ -1,5 +1,6 @@
 """Prompts: reading them from files."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -48,10 +49,11 @@ def load_prompts(
     - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files work unchanged.
     - `file.py:function`: the same as dicts that the function returns or yields.
 
-    The prompt of a chat (a list of `{role, content}`, where a content is a text or parts `{type: text, text}`) is its
-    last user message; language models also keep the whole chat, with its tool calls. All other columns go into `meta`.
-    `meta["ground_truth"]` is the first available of: the column `ground_truth`; `reward_model.ground_truth`; and if
-    `quoted`, the first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`.
+    The prompt of a chat (a list of `{role, content}`, where a content is a text or parts `{type: text, text}`, or the
+    JSON text of such a list, as in .csv files) is its last user message; language models also keep the whole chat, with
+    its tool calls. All other columns go into `meta`. `meta["ground_truth"]` is the first available of: the column
+    `ground_truth`; `reward_model.ground_truth`; and if `quoted`, the first span of the prompt in double quotes
+    (straight or typographic), otherwise the column `answer`.
     The images of a language model's prompts, one or a list per row, or none, are `images` (see Prompt) and
     `meta["images"]`, a tuple of Pictures. Their places are `<image>` in texts or parts `{type: image}`; without either,
     they precede the first user's text. Parts may also hold their images, see phalanx.data.shown.take_held. Other
@@ -71,6 +73,8 @@ def load_prompts(
             folder = path if path.is_dir() else path.parent
             for where, columns in located:
                 try:
+                    if column in columns:
+                        columns[column] = _decode_chat(columns[column])
                     if not quoted:
                         take_held(columns, column, folder, where)
                     row = _parse_row(columns, where, column, bool(images), quoted, answered)
@@ -315,6 +319,13 @@ def _decode_json(value: Any, kind: type) -> Any:
     return parsed if isinstance(parsed, kind) else value
 
 
+def _decode_chat(value: Any) -> Any:
+    """The list of a chat that is given as JSON text; any other value unchanged."""
+    chat = _decode_json(value, list) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    shown = chat and isinstance(chat, list) and all(isinstance(each, dict) and "role" in each for each in chat)
+    return chat if shown else value
+
+
 def share_of_rank(prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Prompt]:
     """The prompts that a rank samples, the same number on all ranks. The last prompt is repeated at the end, where the
     caller drops its samples.
@@ -324,14 +335,15 @@ def share_of_rank(prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Prom
 
 
 def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
-    """The ground truth of a row; None if it has none. See `load_prompts`."""
-    if columns.get("ground_truth") is not None:
-        return columns["ground_truth"]
-    model = columns.get("reward_model")
-    if isinstance(model, dict) and model.get("ground_truth") is not None:
-        return model["ground_truth"]
+    """The ground truth of a row; None if it has none, or NaN as of pandas. See `load_prompts`."""
+    model = _decode_json(columns.get("reward_model"), dict)
+    places = [columns, model if isinstance(model, dict) else {}]
+    given = [place.get("ground_truth") for place in places] + ([] if quoted else [columns.get("answer")])
+    for truth in given:
+        if truth is not None and not (isinstance(truth, float) and math.isnan(truth)):
+            return truth
     if not quoted:
-        return columns.get("answer")
+        return None
     span = _QUOTED.search(text)
     return span.group(1) if span else None
 

@@ -42,7 +42,14 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
         text = f"an integer of {math.ceil(value.bit_length() * math.log10(2))} digits or so"
     elif isinstance(value, dict | list | tuple | bool | int | float):
-        text = json.dumps(value, ensure_ascii=False, default=_value_text)
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=_value_text)
+        except TypeError:  # keys that are not texts
+            text = _value_text(value)
+        except (ValueError, RecursionError) as error:
+            raise Odd(
+                f"a tool returned a {type(value).__name__} that JSON cannot represent: {cut(str(error))}"
+            ) from error
     else:
         text = _value_text(value)
     text = shortened(hide(text), _CHARACTERS * most_tokens, side)
@@ -123,30 +130,35 @@ def turn_of(value: Any, most_tokens: int, side: str, what: str) -> Turn:
     """The Turn that `what`, such as step, returned in any of the allowed forms. Raises Odd for other values."""
     messages: Any
     reward: Any
-    done: Any
+    flags: dict[str, Any]
     if isinstance(value, Turn):
-        messages, reward, done = value.messages, value.reward, value.done
+        messages, reward, flags = value.messages, value.reward, {"done": value.done}
     elif isinstance(value, dict) and "role" not in value:
         unknown = sorted(map(str, value.keys() - _TURN_KEYS - {"info", "metadata", "terminated", "truncated"}))
         if unknown:
             raise Odd(f"{what} returned a dict with {', '.join(unknown)}; {_TURNS}")
         spoken = [value[key] for key in ("messages", "observations", "observation") if key in value]
         messages, reward = (spoken[0] if spoken else None), value.get("reward", 0.0)
-        done = value.get("done", False) or value.get("terminated", False) or value.get("truncated", False)
+        flags = {key: value[key] for key in ("done", "terminated", "truncated") if value.get(key) is not None}
     elif isinstance(value, tuple):
         if not 3 <= len(value) <= 5:
             raise Odd(f"{what} returned {len(value)} values; {_TURNS}")
-        messages, reward, done = value[:3]
-        if len(value) == 5:  # gymnasium: terminated and truncated
-            if not isinstance(value[3], bool):
-                raise Odd(f"{what} returned {cut(repr(value[3]))} for truncated; expected true or false")
-            done = done or value[3]
+        messages, reward, flags = value[0], value[1], {"done": value[2]}
+        if len(value) == 5 or (len(value) == 4 and not isinstance(value[3], dict | None)):
+            flags["truncated"] = value[3]  # as of gymnasium; the fourth one of gym is a dict
     elif isinstance(value, str | list | dict):
-        messages, reward, done = value, 0.0, False
+        messages, reward, flags = value, 0.0, {}
+        if isinstance(value, dict) and not value.keys().isdisjoint({"reward", "done"}):
+            raise Odd(f"{what} returned a message with a reward or done among its keys; {_TURNS}")
     else:
         raise Odd(f"{what} returned a {type(value).__name__}; {_TURNS}")
-    if not isinstance(done, bool):
-        raise Odd(f"{what} returned {cut(repr(done))} for done; expected true or false")
+    done = False
+    for name, flag in flags.items():
+        if type(flag).__module__ == "numpy":  # as comparisons of arrays give it
+            flag = flag.tolist()
+        if not isinstance(flag, bool):
+            raise Odd(f"{what} returned {cut(repr(flag))} for {name}; expected true or false")
+        done = done or flag
     return Turn(messages_of(messages, most_tokens, side, what), number_of(reward, what), done)
 
 
@@ -158,7 +170,7 @@ def number_of(value: Any, what: str) -> float:
         raise Odd(f"{what} returned the reward {cut(repr(value))}; expected a number")
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise Odd(f"{what} returned the reward {cut(repr(value))}; expected a number") from None
     if not abs(number) < float("inf"):
         raise Odd(f"{what} returned the reward {number}; expected a finite number")

@@ -20,7 +20,7 @@ from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 from phalanx.models.lm.schemas import parameter_types
 
-_LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+_LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 # by type in a schema
 _TYPES: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool, "null": None}
 _TYPES |= {"object": dict[str, Any], "array": list[Any]}
@@ -88,7 +88,7 @@ def function_tool(function: Callable[..., Any], key: str) -> Tool:
 
 def schema_of(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """A tool's schema in OpenAI's format, from a JSON schema of its parameters."""
-    keys = ("type", "properties", "required", "$defs", "definitions", "$ref", "allOf")
+    keys = ("type", "properties", "required", "$defs", "definitions", "$ref", "allOf", "anyOf", "oneOf")
     kept = {key: value for key, value in parameters.items() if key in keys}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
 

@@ -264,14 +264,16 @@ def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
     from peft.utils.other import get_pattern_key
 
     start = settings.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+    if isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         raise ValueError(f"init_lora_weights: {start!r} changes the base weights; convert it to a plain LoRA")
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in renamed(tensors, lambda name: name.removesuffix(".weight")).items():
         match = re.fullmatch(r"(.+)\.(lora_A|lora_B\.bias|lora_B|alpha)", name)
         if match is None:
             raise ValueError(f"{name} is not a matrix of a plain LoRA")
-        parts[match[1]][match[2]] = tensor.float()
+        parts[match[1]][match[2]] = value = tensor.float()
+        if (match[2] != "alpha" and not tensor.is_floating_point()) or not value.isfinite().all():
+            raise ValueError(f"{name} has {str(tensor.dtype)[6:]} values; expected floating-point numbers, all finite")
     patterns = settings.get("alpha_pattern") or {}
     layers = {}
     for layer, part in parts.items():
@@ -279,16 +281,24 @@ def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
         if not both and part.keys() != {"lora_B.bias"}:
             raise ValueError(f"{layer} has only {', '.join(part)} and not both matrices of a LoRA")
         rank = len(part["lora_A"]) if both else settings.get("r", 1)
+        if both and (part["lora_A"].ndim, part["lora_B"].shape[1:]) != (2, (rank,)):
+            given = [list(part[name].shape) for name in ("lora_A", "lora_B")]
+            raise ValueError(f"{layer}: its matrices are {given}; expected lora_A [rank, in] and lora_B [out, rank]")
         alpha = settings.get("lora_alpha", float(part.get("alpha", rank)))
         alpha = patterns.get(get_pattern_key(list(patterns), layer), alpha)
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ValueError(f"lora_alpha of {layer} is {alpha!r}; expected a number")
+        if "alpha" in part and abs(alpha - float(part["alpha"])) > 1e-2 * abs(alpha):  # bfloat16 rounds it
+            raise ValueError(f"{layer}.alpha is {float(part['alpha']):g}, and the settings' lora_alpha is {alpha:g}")
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         if both:
             layers[layer] = part["lora_A"], part["lora_B"] * scale
         if "lora_B.bias" in part:
             layers[layer + BIAS] = torch.ones(1, 1), part["lora_B.bias"][:, None] * scale
-    for key in OTHER_KINDS:
-        if settings.get(key):
-            raise ValueError(f"{key}: {settings[key]} is not a setting of a plain LoRA")
+    for key in filter(settings.get, OTHER_KINDS):
+        raise ValueError(f"{key}: {settings[key]} is not a setting of a plain LoRA")
+    if not layers:
+        raise ValueError("it has no tensors")
     return layers
 
 

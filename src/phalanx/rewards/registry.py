@@ -37,7 +37,7 @@ TAKES = ("images", "videos", *TEXTS)  # names of a reward's first parameter that
 EITHER = "outputs"  # or this, for images or completions, whichever the job generates
 UNSPLIT = ("http",)  # built-in CPU rewards whose calls are not split, since they batch and parallelise themselves
 # Names of metrics that the trainer logs beside the terms, as reward/mean etc.
-RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean")
+RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean", "errors")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from phalanx.functional.advantage import group_std, has_signal
 from phalanx.functional.aggregation import Mean, Sums
 from phalanx.telemetry.timers import Timers
 
+_OTHER_THAN_MEANS = ("reward/max", "reward/min", "reward/errors")
 MOST_TURNS = 8  # samples with more turns share one metric
 
 
@@ -57,11 +58,12 @@ def merged_rows(rows: Sequence[dict[str, float]], scored: Sequence[int]) -> dict
                 value = row[key]
                 values.append(value)
                 counts.append(value.count if isinstance(value, Mean) else count if key.startswith("reward/") else 1)
-        if key.endswith("max"):
+        term = key.startswith("reward/") and key not in _OTHER_THAN_MEANS  # whatever its name, that of a reward
+        if not term and key.endswith("max"):
             merged[key] = max(values)
-        elif key.endswith("min"):
+        elif not term and key.endswith("min"):
             merged[key] = min(values)
-        elif key.startswith("time/") or key.endswith(("_s", "/errors")):
+        elif not term and (key.startswith("time/") or key.endswith(("_s", "/errors"))):
             merged[key] = sum(values)
         else:
             merged[key] = _weighted_mean(values, counts)

@@ -39,8 +39,10 @@ _ARGUMENT = re.compile(r"<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 _QUOTE = '<|"|>'
+_CALL_KEYS = {"name", "id", "type"}  # beside the arguments
 # a text in quotation marks, or a key of an object without them
 _KEY = re.compile(r'"(?:[^"\\]|\\.)*+"?|([{,]\s*+)([^\s{}\[\],:"]++)\s*+:', re.DOTALL)
+_parse_value = partial(parse_json, finite=True)  # servers of tools take no NaN, which Python's JSON has
 
 
 class CallError(ValueError):
@@ -100,7 +102,8 @@ def _parse_message(text: str, before: str, format: Format, types: Types) -> dict
         closing = _THOUGHTS[opened[0].rstrip()]
     else:
         closing = next((close for tag, close in _THOUGHTS.items() if text.lstrip().startswith(tag)), "")
-        closing = format.thought if not closing and format.thought in text else closing
+        if not closing and format.thought in text and not _is_argument(format, text, types):
+            closing = format.thought
     thoughts, _, answer = text.partition(closing) if closing else ("", "", text)
     parts = format.read(answer, types)
     tag = next((tag for tag in _THOUGHTS if thoughts.strip().startswith(tag)), "")
@@ -118,12 +121,17 @@ def _parse_message(text: str, before: str, format: Format, types: Types) -> dict
     return message
 
 
+def _is_argument(format: Format, text: str, types: Types) -> bool:
+    """Whether the first tag that ends thoughts, which nothing opened, is within a call, which is complete with it."""
+    head = text.partition(format.thought)[0]
+    return format.read(head, types).error is not None and format.read(text, types).error is None
+
+
 def _split_tags(text: str, opening: str, closing: str | None) -> Iterator[tuple[str, str]]:
     """Split a text into (opening tag, body): calls, thoughts, and the texts between them, whose tag is empty. Without
     its closing tag, or with None, a body reaches to the end. Within a line, a tag of thoughts is text.
     """
-    tags, place = {opening: closing, **_THOUGHTS}, 0
-    searched = 0
+    tags, place, searched = {opening: closing, **_THOUGHTS}, 0, 0
     tag = re.compile("|".join(map(re.escape, tags)))
     while (start := tag.search(text, searched)) is not None:
         at, searched = start.span()
@@ -150,6 +158,8 @@ def _tagged_calls(
                 parts.add(body, lambda body: read(body, types))
             else:
                 (parts.thoughts if tag else parts.rest).append(body)
+        if not parts.calls and text.rstrip().endswith(closing):
+            parts.error = parts.error or _describe_error(CallError(f"no {opening} before {closing}"))
         return parts
 
     return parts_of
@@ -167,12 +177,12 @@ def _read_llama3(text: str, types: Types) -> _Parts:
             parts.rest.append(text)
             return parts
         for body in objects:
-            parts.add(body, lambda body: _check_call(parse_json(body), "parameters", required=True))
+            parts.add(body, lambda body: _check_call(_parse_value(body), "parameters", required=True))
         return parts
     for tag, piece in _split_tags(text, _TAG, None):
         if tag == _TAG:
             for body in _split_objects(piece):
-                parts.add(body, lambda body: _check_call(parse_json(body), "parameters"))
+                parts.add(body, lambda body: _check_call(_parse_value(body), "parameters"))
         else:
             (parts.thoughts if tag else parts.rest).append(piece)
     return parts
@@ -186,7 +196,8 @@ def _looks_called(text: str) -> bool:
         value = parse_json(text)
     except ValueError:
         return '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
-    return isinstance(value.get("name"), str) and not {"parameters", "arguments"}.isdisjoint(value)
+    known = value.keys() <= {*_CALL_KEYS, "parameters", "arguments"}
+    return known and isinstance(value.get("name"), str) and not {"parameters", "arguments"}.isdisjoint(value)
 
 
 def _gpt_oss(text: str, types: Types) -> _Parts:
@@ -209,24 +220,24 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
 
 def _check_call(value: Any, arguments: str, *, required: bool = False) -> dict[str, Any]:
     """The call in a JSON value {name, arguments}, with its `id` if it has one; `arguments` is the key of the arguments,
-    which a call without any lacks unless they are `required`.
+    which a call without any lacks unless they are `required`. They are not beside the name, or under another key.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise CallError(f"expected a JSON object with a name and {arguments}")
-    if required and {arguments, "arguments"}.isdisjoint(value):
+    named = isinstance(value, dict) and isinstance(value.get("name"), str)
+    if not named or ({arguments, "arguments"}.isdisjoint(value) and (required or not value.keys() <= _CALL_KEYS)):
         raise CallError(f"expected a JSON object with a name and {arguments}")
     given = value.get(arguments, value.get("arguments", {}))
     if isinstance(given, str):
-        given = parse_json(given)
+        given = _parse_value(given)
     if not isinstance(given, dict):
         raise CallError(f"the {arguments} should be a JSON object")
-    written = {"id": value["id"]} if isinstance(value.get("id"), str) else {}
-    return {"name": value["name"], "arguments": given, **written}
+    return {"name": value["name"], "arguments": given} | (
+        {"id": value["id"]} if isinstance(value.get("id"), str) else {}
+    )
 
 
 def _json_call(body: str, types: Types) -> dict[str, Any]:
     """Hermes, Qwen2.5 and Qwen3: a JSON object."""
-    return _check_call(parse_json(body), "arguments")
+    return _check_call(_parse_value(body), "arguments")
 
 
 def _parse_function(body: str, types: Types) -> dict[str, Any]:
@@ -277,6 +288,8 @@ def _argument_texts(
             raise CallError(f"malformed {head}")
         if "<tool_call>" in between or "<function=" in between:
             raise CallError("it has another call within it; expected </tool_call> before the next one")
+        if outside := between.replace(closing, "").replace("</function>", "").strip():
+            raise CallError(f"{cut(repr(outside), 40)} is outside the arguments; expected {head}")
         if tag is None:
             return texts
         for end in either.finditer(body, tag.end()):
@@ -292,7 +305,7 @@ def _argument_texts(
 
 def _received_call(name: str, body: str) -> dict[str, Any]:
     """The call of a function that is the recipient of JSON."""
-    return _check_call({"name": name, "arguments": parse_json(body)}, "arguments")
+    return _check_call({"name": name, "arguments": _parse_value(body)}, "arguments")
 
 
 def _parse_braced(body: str, types: Types) -> dict[str, Any]:
@@ -331,7 +344,7 @@ def _convert_argument(text: str, kinds: frozenset[str]) -> Any:
     if not kinds or "string" in kinds or json.dumps(text) in listed or (listed and kinds <= listed | {"null"}):
         return text
     try:
-        return parse_json(word.lower() if word in ("True", "False") else word)
+        return _parse_value(word.lower() if word.lower() in ("true", "false") else word)
     except ValueError:
         return text
 

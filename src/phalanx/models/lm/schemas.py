@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 # names of types that are not JSON schema's, in schemas written by hand
 _NAMES = {"str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
@@ -43,7 +44,8 @@ def parameter_types(root: Any) -> Parameters:
     for schema in _merged_schemas(root, root, set()):
         properties = schema.get("properties")
         for name, each in properties.items() if isinstance(properties, dict) else ():
-            named[name] = _allowed_types(each, root, known)
+            allowed, before = _allowed_types(each, root, known), named.get(name)
+            named[name] = allowed if before is None else allowed and before and allowed | before
         others = others or _allowed_types(schema.get("additionalProperties"), root, known)
     return Parameters(named, others)
 
@@ -107,7 +109,7 @@ def _enum_types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def _merged_schemas(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
-    """A schema, and all those that it refers to or joins."""
+    """A schema, and all those that it refers to, joins, or chooses from."""
     if not isinstance(schema, dict):
         return []
     schemas = [schema]
@@ -115,8 +117,9 @@ def _merged_schemas(schema: Any, root: Any, seen: set[str]) -> list[dict[str, An
     if isinstance(name, str) and name not in seen:
         seen.add(name)
         schemas += _merged_schemas(_resolve_reference(name, root), root, seen)
-    for each in _as_list(schema.get("allOf")):
-        schemas += _merged_schemas(each, root, seen)
+    for key in ("allOf", "anyOf", "oneOf"):
+        for each in _as_list(schema.get(key)):
+            schemas += _merged_schemas(each, root, seen)
     return schemas
 
 
@@ -124,8 +127,11 @@ def _resolve_reference(name: str, root: Any) -> Any:
     """The part of a schema that a reference within it, such as #/$defs/Point, points to; None if there is none."""
     value = root
     for part in filter(None, name.removeprefix("#").split("/")):
-        key = part.replace("~1", "/").replace("~0", "~")
-        value = value.get(key) if isinstance(value, dict) else None
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list):
+            value = dict(enumerate(value)).get(int(key)) if key.isdecimal() else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
