@@ -56,6 +56,8 @@ def alias(key: str, known: Collection[str]) -> str | None:
     if "environment.path" in known:
         renamed = renamed | tables["of_environments"]
         trainers.append("rlinf")
+    if "data.rejected_key" in known:
+        trainers.append("trl_supervised")
     if "rollout.n" in known:
         trainers.append("trl")
         trainers += ["openrlhf", "ms_swift"] if "data.max_response_length" in known else []
