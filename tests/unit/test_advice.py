@@ -43,6 +43,13 @@ def test_one_reward_for_all_samples(total: int) -> None:
     assert warnings_of(steps - 1, flat, total) == []
 
 
+def test_rewards_of_the_data_may_be_equal() -> None:
+    """Those of pairs are 1 and 0 in each step, and those of right responses 1."""
+    flat = {"reward/max": 1.0, "reward/min": 1.0, "reward/zero_std_ratio": 1.0, "reward/mean": 1.0, "reward/std": 0.0}
+    for row in ({"reward/mean": 0.5}, flat):
+        assert warnings_of(30, row, samples=0) == []
+
+
 def test_no_group_differs() -> None:
     row = {"reward/zero_std_ratio": 1.0}
     (line,) = warnings_of(30, row)

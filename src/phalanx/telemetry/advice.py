@@ -11,8 +11,9 @@ SAME_STEPS = 10  # consecutive steps with exactly the same mean reward before a 
 class Advisor:
     """Checks the rows of a run of `total_steps` training steps, one after the other.
 
-    `samples_per_prompt` is rollout.n; with 1, rewards cannot be compared within a prompt. `max_response_length` is
-    mentioned in the warning about truncated responses. `policy`: which policy of a joint run to check.
+    `samples_per_prompt` is rollout.n; with 1, rewards cannot be compared within a prompt; 0 if samples are of the data,
+    whose rewards may all be equal. `max_response_length` is mentioned in the warning about truncated responses.
+    `policy`: which policy of a joint run to check.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Advisor:
         if signal is not None:
             lines.append(signal)
         reward = row.get("reward/mean"), row.get("reward/std")
-        is_same = reward == self._last_reward and bool(reward[1])
+        is_same = reward == self._last_reward and bool(reward[1]) and self._samples_per_prompt > 0
         self._last_reward = reward
         if self._has_lasted(
             "same", is_same, SAME_STEPS - 1
@@ -68,7 +69,8 @@ class Advisor:
         no_group_differs = row.get("reward/zero_std_ratio") == 1 and self._samples_per_prompt > 1 and not has_critic
         reason = None if has_critic else _why_nothing_was_updated(row)
         patience = min(PATIENCE, self._total)
-        is_flat = self._has_lasted("flat", high is not None and high == low, patience)
+        no_sample_differs = high is not None and high == low and self._samples_per_prompt > 0
+        is_flat = self._has_lasted("flat", no_sample_differs, patience)
         is_even = self._has_lasted("even", no_group_differs, patience)
         is_idle = self._has_lasted("idle", reason is not None, patience)
         if not (is_flat or is_even or is_idle):

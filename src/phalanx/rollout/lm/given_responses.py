@@ -75,12 +75,15 @@ class DatasetRollout(LMRollout):
         """
         share, n = len(prompts) * self.config.n // self.world.data_size, self.config.n
         index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
-        local = [(prompts[i // n], prompts[i // n].meta[ANSWERS], i % n) for i in index.tolist()]
-        self._drawn = list(on_all_ranks(lambda: [self._read(row, some[i % len(some)]) for row, some, i in local]))
         plain: list[Prompt] = []
-        for prompt, answers, i in local:
-            meta = {name: prompt.meta[name] for name in prompt.meta if name != ANSWERS}
-            plain.append(replace(prompt, meta=meta | ({"preferred": i == 0} if len(answers) > 1 else {})))
+        answers: list[Answer] = []
+        for i in index.tolist():
+            meta = dict(prompts[i // n].meta)
+            given = meta.pop(ANSWERS)
+            answers.append(given[i % n % len(given)])
+            meta |= {"preferred": i % n == 0} if len(given) > 1 else {}
+            plain.append(replace(prompts[i // n], meta=meta))
+        self._drawn = list(on_all_ranks(lambda: list(map(self._read, plain, answers))))
         for start in range(0, share, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             pairs = zip(plain[part], self._drawn[part], strict=True)
@@ -189,13 +192,15 @@ def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[P
     key, limit, overlong = "data.train_files", policy.data.max_response_length, policy.data.overlong_prompts
     groups: dict[str, list[tuple[Prompt, Messages]]] = {}
     for row in rows:
-        groups.setdefault(json.dumps(_tools(row), default=str), []).extend((row, some) for some in row.meta[ANSWERS])
-    read: dict[int, Answer] = {}  # by the identity of the messages
+        for messages in row.meta[ANSWERS]:
+            groups.setdefault(json.dumps(_tools(row), default=str), []).append((row, messages))
+    read: dict[int, list[Answer]] = {}  # by the identity of the rows
     for group in groups.values():
-        read |= zip((id(some) for _, some in group), _read_group(group, policy), strict=True)
+        for (row, _), answer in zip(group, _read_group(group, policy), strict=True):
+            read.setdefault(id(row), []).append(answer)
     kept = []
     for row in rows:
-        answers = [read[id(some)] for some in row.meta[ANSWERS]]
+        answers = read[id(row)]
         longest = max(len(answer.tokens) for answer in answers)
         if longest > limit and overlong == "error":
             raise DataError(

@@ -107,7 +107,8 @@ class RunReader:
             self._key, (self._text, self._config) = key, read_config(folder)
             total, samples = self._integer_setting("trainer.total_training_steps"), self._integer_setting("rollout.n")
             limit = self._integer_setting("data.max_response_length")
-            self._metrics = MetricsFile(folder, METRICS_FILE, total, samples or 1, limit)
+            samples = 0 if setting(self._config, "rollout.engine") == "dataset" else samples or 1
+            self._metrics = MetricsFile(folder, METRICS_FILE, total, samples, limit)
         try:
             self._metrics.read()
         except FileNotFoundError:

@@ -65,8 +65,10 @@ class RunLogger:
         self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run repeats steps up to this one
         limit, self._advisors = setting(resolved_config, "data.max_response_length"), []
         for policy in POLICIES if WRITER in resolved_config else (None,):
-            samples = setting(resolved_config, "rollout.n" if policy is None else f"{policy}.rollout.n")
-            self._advisors.append(Advisor(total_steps, samples or 1, limit, policy))
+            section = "rollout" if policy is None else f"{policy}.rollout"
+            samples = setting(resolved_config, f"{section}.n") or 1
+            given = setting(resolved_config, f"{section}.engine") == "dataset"
+            self._advisors.append(Advisor(total_steps, 0 if given else samples, limit, policy))
         self._continued: set[str] = set()  # entries whose loggers continue their earlier run
 
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
