@@ -147,7 +147,6 @@ def rules_page() -> Iterator[str]:
 
 # Pairs of features that the rules refuse, see tests/unit/test_feature_pairs.py, and the reasons
 PAIRS = (
-    ("vllm", "4-bit base", "vLLM would need a whole copy of the weights that 4 bits are to spare"),
     ("vllm", "judge", "vLLM lets one engine of a process sleep; with `reward.model.sleep=false` they work"),
     ("environment", "partial rollouts", "the state of an environment lives on one rank and is in no checkpoint"),
     ("environment", "block diffusion", "its block goes on after a response's end, and all its tokens are trained"),

@@ -288,6 +288,21 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
         ("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.engine=vllm_omni", "rollout.correction=rejection"),
         "rollout.correction: rejection weights a policy gradient",
     ),
+    (
+        LMRLConfig,
+        ("algorithm.name=dpo", "actor.loss_agg_mode=token-mean"),
+        "actor.loss_agg_mode: token-mean would weigh",
+    ),
+    (
+        LMRLConfig,
+        ("algorithm.name=dpo", "rollout.engine=vllm", "rollout.correction=token_tis"),
+        "rollout.correction: token_tis weighs single responses",
+    ),
+    (
+        LMRLConfig,
+        ("rollout.engine=dataset", "data.response_key=chosen", "data.rejected_key=rejected", "rollout.n=3"),
+        "rollout.n: 3; expected 2 with rollout.engine=dataset",
+    ),
     (FlowRLConfig, ("algorithm.name=draft", "rollout.noise_level=0.7"), "rollout.noise_level: 0.7 does not work with"),
     (FlowRLConfig, ("algorithm.name=refl", "rollout.engine=vllm_omni"), "rollout.engine: vllm_omni does not work with"),
     (

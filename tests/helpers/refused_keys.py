@@ -1,5 +1,6 @@
 """Configurations with a key whose choice is not made, or with a value out of range, and their messages."""
 
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRLConfig
@@ -7,6 +8,21 @@ from phalanx.config.tasks import EvaluateConfig, GenerateConfig
 
 OPD = ("algorithm.name=opd", "algorithm.teacher_path=x")
 REFUSED: list[tuple[type, tuple[str, ...], str]] = [
+    (
+        JointConfig,
+        ("data.response_key=answer",),
+        "data.response_key: answer is for responses of the data, which a joint run does not train on; leave it out",
+    ),
+    (
+        BlockDiffusionTaskConfig,
+        ("data.rejected_key=worse",),
+        "data.rejected_key: worse is for pairs, on which supervised block diffusion does not train; leave it out",
+    ),
+    (
+        LMRLConfig,
+        ("data.response_key=answer",),
+        "data.response_key: answer is for responses of the data; set rollout.engine=dataset, or leave it out",
+    ),
     (JointConfig, ("train=[writer,writer]",), "train: expected some of writer, painter, got ['writer', 'writer']"),
     (
         JointConfig,

@@ -65,6 +65,9 @@ WRITTEN = Choice("LMRLConfig", "`rollout.engine=dataset`",
 DRAWN = Choice("LMRLConfig", "an engine that samples",
                lambda c, key: c.rollout.facts.weights != "none",
                "is for sampled responses, but {c.rollout:engine=} takes them from the data; leave it out")
+NOT_BLOCKS = Choice("BlockDiffusionTaskConfig", "a job that trains on pairs",
+                    lambda c, key: False,
+                    "is for pairs, on which supervised block diffusion does not train; leave it out")
 NOT_JOINT = Choice("JointConfig", "a job with one policy",
                    lambda c, key: False,
                    "is for responses of the data, which a joint run does not train on; leave it out")

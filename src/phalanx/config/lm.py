@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, ClassVar, Optional
 
-from phalanx.config.choices import BLOCKS, CRITIC, DRAWN, ENVIRONMENT, IMAGES, NOT_JOINT, WRITTEN
+from phalanx.config.choices import BLOCKS, CRITIC, DRAWN, ENVIRONMENT, IMAGES, NOT_BLOCKS, NOT_JOINT, WRITTEN
 from phalanx.config.critic import CriticConfig
 from phalanx.config.engine_facts import EngineMemory
 from phalanx.config.engines import FORMS
@@ -54,7 +54,7 @@ class LMDataConfig(DataConfig):
     rejected_key: Optional[str] = arg(
         None,
         "column of responses to which those of response_key are preferred, for pairs; null: none",
-        only=(WRITTEN, NOT_JOINT),
+        only=(WRITTEN, NOT_JOINT, NOT_BLOCKS),
     )
     image_key: Optional[str] = arg(
         None,

@@ -84,6 +84,14 @@ RULES = (
 )  # fmt: skip
 
 START_RULES = (
+    Rule("actor.loss_agg_mode algorithm.name", LM_RL, "The loss of pairs is a mean over pairs.",
+         lambda c, a: c.algorithm.name == "dpo" and c.actor.loss_agg_mode != "seq-mean-token-mean",
+         "{c.actor:loss_agg_mode:} would weigh pairs by their lengths with {c.algorithm:name=}; set it to "
+         "seq-mean-token-mean"),
+    Rule("rollout.correction algorithm.name", LM_RL, "Corrections weigh responses that are trained one by one.",
+         lambda c, a: a.samples_per_unit != 1 and c.rollout.correction not in ("rescore", "none"),
+         "{c.rollout:correction:} weighs single responses, but {c.algorithm:name=} trains several as one; set it to "
+         "rescore"),
     Rule("reward.functions algorithm.name", RL, "An algorithm that learns from rewards needs a reward.",
          lambda c, a: a.needs_reward and not c.reward.functions,
          "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]"),
