@@ -151,6 +151,25 @@ def test_images_of_the_prompt(tmp_path: Path) -> None:
     assert first["actor/nll"] == pytest.approx(float(torch.cat(losses).mean().detach()), rel=1e-5)
 
 
+def test_plain_texts(tmp_path: Path) -> None:
+    """All tokens but the first count, without a chat template; beside chats in another file."""
+    texts = ["Ann has 2 eggs.", "1+1=2\nand 2+2=4", "Kim"]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"messages": text}) for text in texts) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    losses = []
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        losses.append(cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none"))
+    sizes = ("data.train_batch_size=3", "actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=3")
+    first, *_ = trained(tmp_path, 1, f"data.train_files=[{tmp_path}/texts.jsonl]", *sizes)
+    assert first["actor/nll"] == pytest.approx(float(torch.cat(losses).mean().detach()), rel=1e-6)
+    sizes = ("data.train_batch_size=7", "actor.ppo_mini_batch_size=7", "actor.ppo_micro_batch_size_per_gpu=7")
+    both = f"data.train_files=[{tmp_path}/both/chats.jsonl,{tmp_path}/texts.jsonl]"
+    first, *_ = trained(tmp_path / "both", 1, both, *sizes)
+    assert first["response/length_mean"] * 7 > sum(map(len, losses))
+
+
 def test_a_resumed_run_is_the_whole_one(tmp_path: Path) -> None:
     """Also from a LoRA, whose checkpoint is of a language model."""
     lora = ("model.lora_rank=4", "trainer.save_freq=1")

@@ -40,7 +40,8 @@ Messages = list[dict[str, Any]]
 @dataclass(frozen=True)
 class Answer:
     """The tokens after a prompt; `sampled` marks those of the assistant, in `turns` turns with `calls` calls of tools.
-    `text`: that of the last turn. `truncated`: cut at data.max_response_length.
+    `text`: that of the last turn. `truncated`: cut at data.max_response_length. `prompt`: the first token of a plain
+    text, which no other predicts; None: the prompt's own tokens.
     """
 
     tokens: list[int]
@@ -49,6 +50,7 @@ class Answer:
     calls: int
     text: str
     truncated: bool = False
+    prompt: list[int] | None = None
 
     def cut(self, limit: int) -> "Answer":
         """The answer with at most `limit` tokens."""
@@ -97,7 +99,7 @@ class DatasetRollout(LMRollout):
 
     def _read(self, prompt: Prompt, answer: Answer) -> Conversed:
         return Conversed(
-            self.policy.encode(prompt),
+            self.policy.encode(prompt) if answer.prompt is None else answer.prompt,
             answer.tokens,
             answer.text,
             answer.truncated,
@@ -120,8 +122,9 @@ class DatasetRollout(LMRollout):
 
 def split_answers(rows: list[Prompt], data: LMDataConfig) -> list[Prompt]:
     """Split each row into a prompt and what follows it, which `read_answers` reads: the text or chat in the column
-    data.response_key, or without that the chat from the assistant's first message on; and for pairs also that in
-    data.rejected_key. Raises DataError for a row without a response, unless data.unusable_rows is `filter`.
+    data.response_key, or without that the chat from the assistant's first message on, or all of a plain text; and for
+    pairs also that in data.rejected_key. Raises DataError for a row without a response, unless data.unusable_rows is
+    `filter`.
     """
     result, drop = [], UnusableRows("data.train_files", data.unusable_rows)
     for row in rows:
@@ -134,6 +137,8 @@ def split_answers(rows: list[Prompt], data: LMDataConfig) -> list[Prompt]:
 
 
 def _split_row(row: Prompt, data: LMDataConfig) -> Prompt:
+    if data.response_key is None and row.messages is None:  # a plain text, whose prompt is empty
+        return replace(row, text="", meta=row.meta | {ANSWERS: [[{"role": "assistant", "content": row.text}]]})
     if data.response_key is None:
         messages = chat_messages(row)
         first = list(takewhile(lambda message: message["role"] != "assistant", messages))
@@ -191,10 +196,11 @@ def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[P
     """
     key, limit, overlong = "data.train_files", policy.data.max_response_length, policy.data.overlong_prompts
     groups: dict[str, list[tuple[Prompt, Messages]]] = {}
+    plain = [row for row in rows if row.messages is None and not row.text]
+    read: dict[int, list[Answer]] = dict(zip(map(id, plain), _read_texts(plain, policy), strict=True))  # by row
     for row in rows:
-        for messages in row.meta[ANSWERS]:
+        for messages in () if id(row) in read else row.meta[ANSWERS]:
             groups.setdefault(json.dumps(_tools(row), default=str), []).append((row, messages))
-    read: dict[int, list[Answer]] = {}  # by the identity of the rows
     for group in groups.values():
         for (row, _), answer in zip(group, _read_group(group, policy), strict=True):
             read.setdefault(id(row), []).append(answer)
@@ -220,6 +226,21 @@ def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[P
 def _tools(row: Prompt) -> list[dict[str, Any]]:
     tools = row.meta.get("tools")
     return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
+
+
+def _read_texts(rows: Sequence[Prompt], policy: LMPolicy) -> Iterator[list[Answer]]:
+    """The answers of plain texts: all their tokens after the first one, and the end token."""
+    texts = [row.meta[ANSWERS][0][0]["content"] for row in rows]
+    for row, text, tokens in zip(rows, texts, policy.tokenizer(texts)["input_ids"] if texts else (), strict=True):
+        _check_embedded(tokens, row, policy)
+        tokens = [*tokens, policy.tokenizer.eos_token_id]
+        yield [Answer(tokens[1:], [True] * (len(tokens) - 1), 1, 0, text, prompt=tokens[:1])]
+
+
+def _check_embedded(tokens: Sequence[int], row: Prompt, policy: LMPolicy) -> None:
+    if max(tokens, default=0) >= policy.rows:
+        token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
+        raise DataError(f"{row.place}: its response contains {token!r}, which the model does not embed")
 
 
 def _read_group(group: Sequence[tuple[Prompt, Messages]], policy: LMPolicy) -> Iterator[Answer]:
@@ -270,9 +291,7 @@ def _turn_tokens(
         end = next((place for place, token in enumerate(tokens) if token in policy.ends), len(tokens))
         if policy.decode(tokens[end:]).strip():
             raise DataError(f"{row.place}: a message of the assistant contains an end token of the model")
-        if max(tokens, default=0) >= policy.rows:
-            token = tokenizer.convert_ids_to_tokens(max(tokens))
-            raise DataError(f"{row.place}: its response contains {token!r}, which the model does not embed")
+        _check_embedded(tokens, row, policy)
         yield [*tokens[:end], tokens[end] if end < len(tokens) else tokenizer.eos_token_id]
 
 
