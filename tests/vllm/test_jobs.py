@@ -66,7 +66,8 @@ def test_a_rank_killed_while_it_scores_ends_the_job(
         pid = job.until(lambda: job.phase(3)[0] if job.phase(3)[1:] == (2, "judge") else 0, timeout=200)
         kill(pid, signal.SIGKILL)
         assert job.wait() != 0
-        assert "no word from rank 3 on " in job.said and ": killed, out of memory, crashed, or frozen" in job.said
+        # by another rank in a collective, or by its watch
+        assert job.said.count("no word from rank 3 on ") + job.said.count("lost rank 3 on ") == 1
         assert job.processes() == {}
     assert shared_memory() == before
 
