@@ -161,8 +161,8 @@ CONFIG: list[tuple[str, Arguments, str]] = [
     (
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
-        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, dance_grpo, dgpo, "
-        "diffusion_dpo, diffusion_nft, distillation, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
+        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, cross_entropy, dance_grpo, dgpo, "
+        "diffusion_dpo, diffusion_nft, distillation, dpo, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
         "refl, reinforce_plus_plus, rloo, rwr, sapo, sft, tempflow_grpo, a dotted module, or path/to/file.py",
     ),
     (

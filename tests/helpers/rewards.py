@@ -10,7 +10,7 @@ from phalanx.rewards import RewardSet
 from phalanx.types import Outputs, Prompt
 
 BUILT_IN = (
-    "aesthetic, background_consistency, blip_vqa, clip_score, dapo, edit_reward, environment, format, geneval, geo3k, gsm8k, "
+    "aesthetic, background_consistency, blip_vqa, chosen, clip_score, dapo, edit_reward, environment, format, geneval, geo3k, gsm8k, "
     "hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, "
     "math, ocr, overlong, pairwise_judge, pickscore, preferred, reasoning_gym, self_certainty, "
     "subject_consistency, t2i_compbench, temporal_flickering, unified_reward, video_align, vlm_ocr"

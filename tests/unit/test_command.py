@@ -87,8 +87,11 @@ def test_every_task_has_a_command() -> None:
             "--config: no shipped configuration is named flogrpo/quickstart; did you mean flowgrpo/quickstart or "
             "grpo/quickstart or flowgrpo/quickstart_lora?",
         ),
-        ("train flowgpo", "expected a task, one of block_diffusion, flow_matching, flowgrpo, grpo, joint, got flowgpo"),
-        ("train", "expected a task, one of block_diffusion, flow_matching, flowgrpo, grpo, joint, got none"),
+        (
+            "train flowgpo",
+            "expected a task, one of block_diffusion, dpo, flow_matching, flowgrpo, grpo, joint, sft, got flowgpo",
+        ),
+        ("train", "expected a task, one of block_diffusion, dpo, flow_matching, flowgrpo, grpo, joint, sft, got none"),
     ],
 )
 def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +123,7 @@ def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> 
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"usage: phalanx {name} TASK [--config NAME] [key=value ...]"
         tasks = [line.split()[0] for line in lines[lines.index("tasks:") + 1 :] if line.startswith("  ")]
-        assert tasks == ["block_diffusion", "flow_matching", "flowgrpo", "grpo", "joint"]
+        assert tasks == ["block_diffusion", "dpo", "flow_matching", "flowgrpo", "grpo", "joint", "sft"]
     assert command.main(["configs", "--help"]) == 0
     assert capsys.readouterr().out == command.CONFIGS_HELP
     with pytest.raises(SystemExit) as end:

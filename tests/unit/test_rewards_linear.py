@@ -57,7 +57,7 @@ PARSERS: dict[str, dict[str, Parser]] = {
     "messages": {"": without_folders},
 }
 # rewards of texts that read no text themselves
-OTHERS = ("text.environment", "text.length", "text.overlong", "text.self_certainty")
+OTHERS = ("text.chosen", "text.environment", "text.length", "text.overlong", "text.self_certainty")
 UNITS = (
     " ", "\n", "9", "1,000", "1/", "9.9", "-", "!", "[", "[1,2,3,", "{", "}", "\\", "$", "#", "/a", "<answer>", "</answer>",
     "<ANSWER></answer>", "<think>", "</think>", "answer:", "answer\n", "score", "score:9", '"score":', '"score":"1 ',
