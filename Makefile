@@ -57,7 +57,7 @@ help:
 	@echo "make quickstart-joint    a tiny language model solves word problems and a tiny SD3 draws the answers, with one reward"
 	@echo "make quickstart-sft   supervised fine-tuning of the tiny language model on right solutions, two CPU ranks, about a minute"
 	@echo "make test-fast        tests of numerics and of single modules that start no process, under a minute on 2 cores"
-	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
+	@echo "make test             one test of each kind, 10 to 20 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
 	@echo "make test-instruction-sets  tests of exactness as on other processors, about 4 minutes"
 	@echo "make test-vllm        tests of vLLM on the CPU, in a separate environment, about 15 minutes"

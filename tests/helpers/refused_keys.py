@@ -51,6 +51,11 @@ REFUSED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         JointConfig,
+        ("rewrite.template={:>999999999}",),
+        "rewrite.template: expected a text with {} once, for the rewritten prompt, filled up to at most 10000 characters, got '{:>999999999}'",
+    ),
+    (
+        JointConfig,
         ("rewrite.validate=[both]",),
         "rewrite.validate: expected some of rewritten, original, swapped, got ['both']",
     ),

@@ -66,6 +66,7 @@ VERL = {
     "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "actor_rollout_ref.rollout.top_k": "rollout.top_k",
     "actor_rollout_ref.rollout.name": "rollout.engine",
+    "rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",

@@ -5,13 +5,16 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from phalanx.config import ConfigError
 from phalanx.distributed.launch_env import Launch
 from phalanx.run import devices
 from phalanx.run.devices import stay_near_gpu
+from phalanx.telemetry.step_metrics import peak_memory_gb
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shells import write_tool
 
@@ -127,3 +130,12 @@ def test_a_rank_stays_near_its_gpu(node: str | None, tmp_path: Path) -> None:
         (gpu / "numa_node").write_text(f"{node}\n")
     chosen, seen, unbound = run_ranks(bound, 1, tmp_path, init=False)[0]
     assert (chosen, seen) == (({cpus[0]}, {cpus[0]}) if node == "1" and unbound else (set(), set(cpus)))
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_memory_of_a_process_is_in_the_units_of_its_system(
+    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=3_000_000))
+    assert peak_memory_gb(torch.device("cpu")) == pytest.approx(3_000_000 * unit / 1e9)

@@ -118,7 +118,7 @@ def test_settings_of_a_scheduler_that_change_the_steps(
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "expected"), [("wan", 4, 4), ("sd3", 4, 4), ("flux", 16, 16), ("z_image", 4, 4)]
+    ("name", "more", "expected"), [("wan", 4, 4), ("sd3", 4, 4), ("flux", 16, 16), ("z_image", 4, 4), ("hunyuan", 4, 9)]
 )
 def test_a_transformer_with_more_channels_of_input(name: str, more: int, expected: int, folder: Folder) -> None:
     """As those that take a control image or a mask."""
