@@ -290,6 +290,11 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         LMRLConfig,
+        ("algorithm.name=sdft", "data.overlong_prompts=truncate"),
+        "algorithm.name=sdft does not work with block diffusion, nor with data.overlong_prompts=truncate",
+    ),
+    (
+        LMRLConfig,
         ("algorithm.name=dpo", "actor.loss_agg_mode=token-mean"),
         "actor.loss_agg_mode: token-mean would weigh",
     ),

@@ -51,7 +51,7 @@ REFUSED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         JointConfig,
-        ("rewrite.template={:>999999999}",),
+        ("rewrite.template='{:>999999999}'",),
         "rewrite.template: expected a text with {} once, for the rewritten prompt, filled up to at most 10000 characters, got '{:>999999999}'",
     ),
     (

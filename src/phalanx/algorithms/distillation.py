@@ -32,7 +32,20 @@ from phalanx.types import TEACHER, Batch, Metrics
 
 
 @dataclass
-class Config(grpo.Config):
+class DistilledConfig(grpo.Config):
+    """The configuration shared by algorithms that learn from a teacher."""
+
+    loss_type: str = arg(
+        "k1",
+        "KL to the teacher at each sampled token: in the advantage (k1), or as an estimate in the loss (all others)",
+        choices=KL_LOSS_TYPES,
+    )
+    distillation_loss_coef: float = arg(1.0, "weight of that KL, relative to advantages of rewards", gt=0)
+    use_task_rewards: bool = arg(True, "also learn from rewards, if there are any; false only reports them")
+
+
+@dataclass
+class Config(DistilledConfig):
     """The configuration of `algorithm.name=distillation`."""
 
     teacher_path: Optional[str] = arg(
@@ -43,26 +56,14 @@ class Config(grpo.Config):
         {}, "several teachers by name, instead of teacher_path, each for the rows that name it", path=True
     )
     teacher_key: Optional[str] = arg(None, "column of the data that names each row's teacher, of `teachers`")
-    loss_type: str = arg(
-        "k1",
-        "KL to the teacher at each sampled token: in the advantage (k1), or as an estimate in the loss (all others)",
-        choices=KL_LOSS_TYPES,
-    )
-    distillation_loss_coef: float = arg(1.0, "weight of that KL, relative to advantages of rewards", gt=0)
-    use_task_rewards: bool = arg(True, "also learn from rewards, if there are any; false only reports them")
 
 
-class Algorithm(grpo.Algorithm):
-    """The learning rule: see phalanx.types.Algorithm. All samples count, whatever their rewards."""
+class Distilled(grpo.Algorithm):
+    """Learns from reference_outputs[TEACHER]. All samples count, whatever their rewards."""
 
-    config: Config
+    config: DistilledConfig
     needs_reward = False
     trains_all = True
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.teachers = teachers_of(config)
-        self.references = (*self.references, *(teacher.name for teacher in self.teachers))
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] group-relative advantages; zeros if task rewards are not used."""
@@ -87,3 +88,14 @@ class Algorithm(grpo.Algorithm):
             kl = kl_estimate(replay.log_prob, batch.reference_outputs[TEACHER], c.loss_type)
             loss = loss + c.distillation_loss_coef * kl
         return super().regularize(loss, replay, batch, stats)
+
+
+class Algorithm(Distilled):
+    """The learning rule: see phalanx.types.Algorithm."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.teachers = teachers_of(config)
+        self.references = (*self.references, *(teacher.name for teacher in self.teachers))

@@ -62,7 +62,10 @@ class Algorithm(TokenAlgorithm):
         gain = (log_prob - reference).sum(-1)
         loss, stats = pair_loss(gain / lengths if c.loss_type == "ipo" else gain, beta=c.beta, kind=c.loss_type)
         nll = -(log_prob[:, 0].sum(-1) / lengths[:, 0])
-        return (loss + c.sft_coef * nll)[:, None].expand(-1, mask.shape[1]), stats | {"nll": nll}
+        return (loss + c.sft_coef * nll)[:, None].expand(-1, mask.shape[1]), stats | {
+            "nll": nll,
+            "entropy": replay.entropy,
+        }
 
     def loss(self, policy: Policy, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
         """The loss [B / 2, A] of pairs, before its weight, and metrics."""

@@ -2,6 +2,7 @@
 
 import re
 import string
+from contextlib import suppress
 
 WIDEST = 10_000  # characters that a field may be filled up to
 
@@ -17,3 +18,12 @@ def too_wide(template: str) -> str | None:
         ):
             return f"{{{name}:{form}}}"
     return None
+
+
+def has_fields(template: str, *names: str) -> bool:
+    """Whether `str.format` fills a template's places of these names, each once, and not up to an absurd width."""
+    marks = {name: f"\0{name}\0" for name in names}
+    with suppress(IndexError, KeyError, ValueError):
+        text = template.format(**marks)
+        return too_wide(template) is None and {text.count(mark) for mark in marks.values()} == {1}
+    return False

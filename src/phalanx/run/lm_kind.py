@@ -1,25 +1,22 @@
 """Language models, causal or of block diffusion: the parts of their jobs, see phalanx.run.kind."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
-
-import torch
 
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.messages import ConfigError
-from phalanx.config.section import copy_with, reported_by
+from phalanx.config.section import copy_with
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.data.unusable import UnusableRows
 from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments, with_tools
-from phalanx.functional.tokens import TokenTrace, Truncation
+from phalanx.functional.tokens import Truncation
 from phalanx.models.lm import lm_export, vision_families
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy, load_blocks
 from phalanx.models.lm.lm_folder import check_folder
@@ -34,11 +31,11 @@ from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
 from phalanx.run.disaggregated.role_batches import part_of
 from phalanx.run.kind import Kind, Schemas, Sets
+from phalanx.run.lm_teacher import ContextTeacher, load_teacher, with_context
 from phalanx.run.start import fitting_sets
-from phalanx.training.components import taught_model
 from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.minibatches import BatchPlan
-from phalanx.types import Algorithm, Prompt, Rollout, Samples, Teacher
+from phalanx.types import TEACHER, Algorithm, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +64,11 @@ class LM(Kind):
     def written(self) -> bool:
         """Whether the responses to train on are those of the data."""
         return bool(self.cfg.rollout.facts.weights == "none")
+
+    @property
+    def tells(self) -> bool:
+        """Whether a teacher reads more in its prompts than the policy."""
+        return "algorithm" in vars(self.cfg) and "context_key" in vars(self.cfg.algorithm)
 
     def plan(self, ranks: int) -> Any:
         cfg: LMRLConfig = self.cfg
@@ -131,6 +133,9 @@ class LM(Kind):
 
     def fit(self, rows: list[Prompt], key: str, policy: LMPolicy) -> list[Prompt]:
         rows = fitting_prompts(rows, key, policy, first=policy.world.lead)
+        if self.tells and key == "data.train_files":
+            algorithm = self.cfg.algorithm
+            rows = with_context(rows, policy, algorithm.context_key, algorithm.teacher_prompt_template)
         return read_answers(rows, policy, first=policy.world.lead) if ANSWERS in rows[0].meta else rows
 
     def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> LMPolicy:
@@ -186,6 +191,8 @@ class LM(Kind):
     def load_beside(self, policy: LMPolicy, plan: BatchPlan, algorithm: Algorithm, rollout: Any) -> dict[str, Any]:
         cfg, world, beside = self.cfg, policy.world, dict[str, Any]()
         beside["teachers"] = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
+        if self.tells:
+            beside["teachers"][TEACHER] = ContextTeacher(policy)
         if cfg.algorithm.needs_critic:
             model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
             warmup = cfg.trainer.critic_warmup
@@ -305,68 +312,3 @@ def fitting_prompts(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bo
     if first and dropped:
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, dropped, len(rows), limit)
     return kept
-
-
-class LoadedLMTeacher:
-    """A teacher sharded over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
-
-    def __init__(self, student: LMPolicy, policy: LMPolicy) -> None:
-        self.student, self.policy = student, policy
-
-    def relative_cost(self, samples: Samples) -> float:
-        """Operations of the teacher's pass over a sample, relative to the policy's."""
-        trace: TokenTrace = samples.trace
-        scored = float(trace.lengths.float().mean())
-        length = float(trace.stops.float().mean())
-        return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
-
-    def samples(self, samples: Samples) -> Samples:
-        """The policy's samples unchanged: the teacher reads the same tokens."""
-        return samples
-
-
-def _check_same_images(teacher: LMPolicy, student: LMPolicy, here: str) -> None:
-    """Raise ValueError unless both read images alike: a teacher gets the tokens and pixels that the student reads."""
-    (theirs, shown), (ours, seen) = teacher.reader.tried, student.reader.tried
-    alike = theirs == ours and shown.inputs.keys() == seen.inputs.keys()
-    for name, values in seen.inputs.items():
-        alike = alike and torch.equal(shown.inputs[name], values)
-    if not alike or teacher.vision.name != student.vision.name:
-        raise ValueError(
-            f"{here} reads images differently from {student.config:path}; expected a {student.vision.name} with the "
-            "same image processor"
-        )
-
-
-def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
-    """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
-    model, here = taught_model(teacher, student.config), f"{teacher.key}: {teacher.path!r}"
-    model.freeze_vision_tower = True
-    with reported_by({"model": model}):
-        theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
-        if theirs != ours:
-            raise ValueError(
-                f"{here} has another tokenizer than {student.config:path}, with {len(theirs)} tokens instead of "
-                f"{len(ours)}; the teacher's tokens must have the same ids as the policy's"
-            )
-        build: Callable[..., LMPolicy] = partial(build_policy, images=student.vision is not None)
-        if model.block_size is not None:
-            build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
-        policy = build(
-            model,
-            replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
-            cfg.data,
-            world,
-            chunk=cfg.actor.log_prob_chunk_size,
-            temperature=cfg.rollout.temperature,
-            seed=cfg.trainer.seed,
-            frozen=True,
-        )
-        if student.vision is not None:
-            _check_same_images(policy, student, here)
-        rows, needed = policy.settings.vocab_size, student.settings.vocab_size
-        if rows < needed:
-            raise ValueError(
-                f"{teacher.key}: {teacher.path!r} has logits for {rows} tokens, but the policy may draw any of {needed}"
-            )
-    return LoadedLMTeacher(student, policy)

@@ -17,7 +17,7 @@ def _schedule(c: Any) -> tuple[str, str] | None:
 def _teacher(c: Any) -> tuple[str, str] | None:
     """The first policy whose algorithm has a teacher, and the algorithm's name."""
     algorithms = [(part, vars(c)[part].algorithm) for part in _PARTS]
-    return next(((part, a.name) for part, a in algorithms if "teacher_path" in vars(a)), None)
+    return next(((part, a.name) for part, a in algorithms if {"teacher_path", "context_key"} & {*vars(a)}), None)
 
 
 RULES = (

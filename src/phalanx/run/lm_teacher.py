@@ -1,0 +1,151 @@
+"""Teachers of language models: frozen models beside the policy, or the policy itself with more in its prompts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.section import reported_by
+from phalanx.data.data_files import DataError
+from phalanx.distributed.collectives import reduce_int
+from phalanx.distributed.mesh import World
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.blocks import build_block_policy
+from phalanx.models.lm.chat import chat_messages
+from phalanx.models.lm.lm_policy import LMPolicy, build_policy
+from phalanx.models.lm.load_folder import load_tokenizer
+from phalanx.models.lm.model import positions
+from phalanx.training.components import taught_model
+from phalanx.types import Prompt, Samples, Teacher
+
+
+class LoadedLMTeacher:
+    """A teacher sharded over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
+
+    def __init__(self, student: LMPolicy, policy: LMPolicy) -> None:
+        self.student, self.policy = student, policy
+
+    def relative_cost(self, samples: Samples) -> float:
+        """Operations of the teacher's pass over a sample, relative to the policy's."""
+        trace: TokenTrace = samples.trace
+        scored = float(trace.lengths.float().mean())
+        length = float(trace.stops.float().mean())
+        return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
+
+    def samples(self, samples: Samples) -> Samples:
+        """The policy's samples unchanged: the teacher reads the same tokens."""
+        return samples
+
+
+def _check_same_images(teacher: LMPolicy, student: LMPolicy, here: str) -> None:
+    """Raise ValueError unless both read images alike: a teacher gets the tokens and pixels that the student reads."""
+    (theirs, shown), (ours, seen) = teacher.reader.tried, student.reader.tried
+    alike = theirs == ours and shown.inputs.keys() == seen.inputs.keys()
+    for name, values in seen.inputs.items():
+        alike = alike and torch.equal(shown.inputs[name], values)
+    if not alike or teacher.vision.name != student.vision.name:
+        raise ValueError(
+            f"{here} reads images differently from {student.config:path}; expected a {student.vision.name} with the "
+            "same image processor"
+        )
+
+
+def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
+    """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
+    model, here = taught_model(teacher, student.config), f"{teacher.key}: {teacher.path!r}"
+    model.freeze_vision_tower = True
+    with reported_by({"model": model}):
+        theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
+        if theirs != ours:
+            raise ValueError(
+                f"{here} has another tokenizer than {student.config:path}, with {len(theirs)} tokens instead of "
+                f"{len(ours)}; the teacher's tokens must have the same ids as the policy's"
+            )
+        build: Callable[..., LMPolicy] = partial(build_policy, images=student.vision is not None)
+        if model.block_size is not None:
+            build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
+        policy = build(
+            model,
+            replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
+            cfg.data,
+            world,
+            chunk=cfg.actor.log_prob_chunk_size,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.trainer.seed,
+            frozen=True,
+        )
+        if student.vision is not None:
+            _check_same_images(policy, student, here)
+        rows, needed = policy.settings.vocab_size, student.settings.vocab_size
+        if rows < needed:
+            raise ValueError(
+                f"{teacher.key}: {teacher.path!r} has logits for {rows} tokens, but the policy may draw any of {needed}"
+            )
+    return LoadedLMTeacher(student, policy)
+
+
+class ContextTeacher:
+    """The policy itself, or an average of its weights, which reads the prompts of `with_context`."""
+
+    def __init__(self, policy: LMPolicy) -> None:
+        self.policy = policy
+
+    def relative_cost(self, samples: Samples) -> float:
+        """Operations of the teacher's pass over a sample, relative to the policy's."""
+        trace: TokenTrace = samples.trace
+        scored, length = float(trace.lengths.float().mean()), float(trace.stops.float().mean())
+        more = sum(len(prompt.told) for prompt in samples.prompts) - int(trace.starts.sum())
+        longer = self.policy.forward_flops(length + more / len(samples.prompts), scored)
+        return longer / self.policy.forward_flops(length, scored)
+
+    def samples(self, samples: Samples) -> Samples:
+        """The policy's samples, whose responses follow the teacher's prompts."""
+        trace: TokenTrace = samples.trace
+        before, behind = trace.starts.tolist(), (trace.stops - trace.starts).cpu()
+        starts = torch.tensor([len(prompt.told) for prompt in samples.prompts])
+        longest = reduce_int(int((starts + behind).max()), "max")
+        ids, marks = torch.full((len(starts), longest), self.policy.pad), torch.zeros(len(starts), longest).bool()
+        for i, (start, count) in enumerate(zip(starts.tolist(), behind.tolist(), strict=True)):
+            ids[i, :start] = torch.tensor(samples.prompts[i].told)
+            response = slice(before[i], before[i] + count)
+            ids[i, start : start + count] = trace.ids[i, response].cpu()
+            if trace.sampled is not None:
+                marks[i, start : start + count] = trace.sampled[i, response].cpu()
+        device = trace.ids.device
+        theirs = replace(trace, ids=ids.to(device), starts=starts.to(device))
+        if trace.sampled is not None:
+            theirs = replace(theirs, sampled=marks.to(device), ends=(starts + behind).to(device))
+        return replace(samples, trace=theirs)
+
+
+def with_context(rows: list[Prompt], policy: LMPolicy, key: str, template: str) -> list[Prompt]:
+    """The rows with the tokens that a ContextTeacher reads: the last message of the user is `template`, filled with it
+    and with the text in the data's column `key`. Raises DataError for a row without the text or with images, or with a
+    text that is too long for the model.
+    """
+    told, longest = [], positions(policy.settings)
+    for row in rows:
+        context = row.meta.get(key)
+        if not isinstance(context, str) or not context.strip():
+            raise DataError(f"{row.place}: no text in the column {key}; see algorithm.context_key")
+        if row.images:
+            raise DataError(f"{row.place} has images, which a teacher with more in its prompt does not read")
+        messages = list(chat_messages(row))
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        text = template.format(prompt=messages[last]["content"], context=context)
+        messages[last] = {**messages[last], "content": text}
+        told.append(replace(row, text=text, messages=messages))
+    policy.encode_ahead(told)
+    result = []
+    for row, other in zip(rows, told, strict=True):
+        tokens = policy.encode(other)
+        length = len(tokens) + policy.data.max_response_length
+        if longest is not None and length > longest:
+            raise DataError(
+                f"{row.place}: with {key}, the teacher's prompt and the longest response have {length} tokens, and the "
+                f"model has {longest} positions; lower data.max_response_length"
+            )
+        result.append(replace(row, told=tuple(tokens)))
+    return result
