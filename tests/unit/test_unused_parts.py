@@ -79,9 +79,13 @@ def test_a_language_models_tensors_that_its_class_has_no_place_for(
     path = Path(shutil.copytree(lm_folder, tmp_path / "lm"))
     add_tensors(path / "model.safetensors", **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 64)})
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "temperature": 0.6, "top_k": 20}))
+    change(path / "config.json", logit_scale=2.0, mup=True)
     model = load_model(LMModelConfig(path=str(path)), torch.float32, chunk=1)
     line = "the model has no place for model.layers.2.mlp.up_proj.weight of its files, and ignores it"
-    assert caplog.messages == [f"model.path: '{path}': {line}"]
+    assert caplog.messages == [
+        f"model.path: '{path}': {line}",
+        f"model.path: '{path}': its config.json has logit_scale, mup, which a Qwen3Config does not read",
+    ]
     assert unused_generation(model.lm) == "temperature 0.6, top_k 20"
 
 

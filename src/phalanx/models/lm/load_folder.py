@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from phalanx.config.trained_model import LMModelConfig
@@ -67,6 +68,8 @@ def load_model(
         raise ValueError(f"{here}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{here}: its weights are not whole")
     warn_of_unread(info, here)
+    if unknown := unknown_keys(lm.config):
+        log.warning("%s: its config.json has %s, which a %s does not read", here, unknown, type(lm.config).__name__)
     model = causal_lm(lm, config, chunk, images=images, tries=tries)
     model.places = places
     return model
@@ -180,6 +183,15 @@ def load_tokenizer(config: LMModelConfig) -> Any:
     if tokenizer.chat_template is None:
         log.warning("the tokenizer of %s has no chat template: prompts are plain texts to continue", config.path)
     return tokenizer
+
+
+def unknown_keys(settings: Any) -> str:
+    """The keys of a model's config.json, transformers' `settings`, that its class does not know, such as "a, b"."""
+    try:
+        known = type(settings)().to_dict()
+    except (TypeError, ValueError, StrictDataclassError):  # a class without defaults, of which nothing is known
+        return ""
+    return ", ".join(sorted(settings.to_dict().keys() - known.keys()))
 
 
 def unused_generation(lm: Any) -> str:
