@@ -24,7 +24,9 @@ Draw = Callable[[np.random.Generator, float, tuple[int, ...]], Values]
 PROMPTS = (10, 30, 100, 500)
 SAMPLES = (1, 4, 16, 64)
 MEANS = (0.02, 0.05, 0.1, 0.3, 0.5, 0.8, 0.98)
-STATISTICS = ("mean", "pass@4", "difference", "mean of groups", "difference of groups")
+# k of pass@k, numbers of samples, and the largest mean, above which pass@k of equal prompts is beyond 0.98
+PASSES = ((2, (2, 16), 0.8), (4, (4, 64), 0.5), (16, (16, 64), 0.1))
+STATISTICS = ("mean", "pass@2", "pass@4", "pass@16", "difference", "mean of groups", "difference of groups")
 RIGHT = (0.93, 0.97)
 FLIPS = 0.03  # samples of a greedy model that differ from the others
 GROUPS = (0.6, 1.0, 1.4)  # means of three groups, relative to that of all
@@ -100,12 +102,13 @@ def cells(prompts: tuple[int, ...] = PROMPTS) -> Iterator[Cell]:
                 for n in SAMPLES:
                     if n > 1 or name == "equal":
                         yield Cell("mean", count, n, mean, name)
-                for n in (4, 64) if mean <= 0.5 else ():  # above, pass@4 is beyond 0.98
-                    yield Cell("pass@4", count, n, mean, name)
+                for k, samples, most in PASSES:
+                    for n in samples if mean <= most else ():
+                        yield Cell(f"pass@{k}", count, n, mean, name)
             for name in PAIRED:
                 for n in (1, 8, 64):
                     for change in CHANGES:
-                        if mean in (0.02, 0.3, 0.5, 0.8):
+                        if mean != 0.1:
                             yield Cell("difference", count, n, mean, name, change)
             for name in DIFFICULTIES:
                 for n in SAMPLES:
@@ -130,10 +133,11 @@ def coverage(cell: Cell, times: int, seed: int = 0) -> float:
         now = generator.binomial(cell.n, changed(generator, cell.change, draw, cell.mean, first)) / cell.n
         low, high = difference_bounds(now, values, quantile)
         truth = _change(cell, cell.mean, generator)
-    elif cell.statistic == "pass@4":
-        table = np.array([pass_at_k(passed, cell.n, 4) for passed in range(cell.n + 1)])
+    elif cell.statistic.startswith("pass@"):
+        k = int(cell.statistic.removeprefix("pass@"))
+        table = np.array([pass_at_k(passed, cell.n, k) for passed in range(cell.n + 1)])
         low, high = mean_bounds(table[np.rint(values * cell.n).astype(int)], quantile)
-        truth = float((1 - (1 - draw(generator, cell.mean, (LARGE,))) ** 4).mean())
+        truth = float((1 - (1 - draw(generator, cell.mean, (LARGE,))) ** k).mean())
     else:
         low, high = mean_bounds(values, quantile)
         truth = cell.mean
