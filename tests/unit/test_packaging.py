@@ -74,7 +74,7 @@ def test_the_workflow_runs_what_a_developer_runs() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = {name: [s["run"] for s in job["steps"] if "run" in s] for name, job in workflow["jobs"].items()}
     assert commands == {
-        "test": ["make check", "make test"],
+        "test": ["make check", "make test", "make test-instruction-sets"],
         "newest": ["make test-newest"],
         "browser": ["make test-browser"],
         "locks": ["make test-locks"],
