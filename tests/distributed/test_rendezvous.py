@@ -17,7 +17,7 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.run import rendezvous
 from phalanx.run.world import start_world, stop_world
 from phalanx.tools.cluster.notes import open_store
-from tests.helpers.ranks import free_port, run_ranks
+from tests.helpers.ranks import free_port, rank_environment, run_ranks
 
 HOST = socket.gethostname()
 
@@ -117,6 +117,18 @@ def test_one_rank_needs_no_port() -> None:
     """Many may start at once on a machine, each with a port that another has taken meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert run_ranks(join_alone, 1, other.getsockname()[1], init=False) == [[1, 1]]
+
+
+def join_apart(port: int) -> list[int]:
+    """Join a world of one rank, whichever of many processes this is."""
+    os.environ |= rank_environment(0, 1, 1)
+    return join_alone(port)
+
+
+@pytest.mark.long
+def test_two_hundred_start_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert run_ranks(join_apart, 200, other.getsockname()[1], init=False, timeout=300) == [[1, 1]] * 200
 
 
 def test_what_torch_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
