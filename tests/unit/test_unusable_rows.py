@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.data.data_files import DataError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import load_prompts
 from phalanx.media.pictures import Picture
+from phalanx.run.lm_kind import LM
+from phalanx.run.rules import load_config
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import start_world
 from tests.helpers.checks import refused
@@ -137,6 +140,26 @@ def test_ranks_look_at_images_together(tmp_path: Path) -> None:
         for texts, error in run_ranks(usable, ranks, str(path), "error"):
             assert error.startswith(f"{KEY}: {path}:2: image: the image cannot be read: ") and not texts
             assert error.endswith("; 3 of 5 rows cannot be used; data.unusable_rows=filter leaves such rows out")
+
+
+def usable_sets(path: str, choice: str) -> tuple[dict[str, list[str]], str]:
+    """As `usable`, of a job's validation sets."""
+    cfg = load_config(LMRLConfig, None, ["model.path=m", f"data.val_files=[{path}]", f"data.unusable_rows={choice}"])
+    kind = LM(cfg)
+    try:
+        _, sets = kind.usable([], kind.read_sets(), start_world(ParallelConfig()))
+    except DataError as error:
+        return {}, str(error)
+    return {name: [row.text for row in rows] for name, rows in sets.items()}, ""
+
+
+def test_images_of_validation_rows_are_looked_at_before_training(tmp_path: Path) -> None:
+    NOISE.save(tmp_path / "a.png")
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"prompt": "a", "images": ["a.png"]}\n{"prompt": "b", "images": ["b.png"]}\n')
+    assert run_ranks(usable_sets, 2, str(path), "filter") == [({"held_out": ["a"]}, "")] * 2
+    for _, error in run_ranks(usable_sets, 2, str(path), "error"):
+        assert error.startswith(f"data.val_files: {path}:2: images[0]: the image cannot be read: ")
 
 
 def test_images_to_train_on_are_left_out_as_well(tmp_path: Path) -> None:
