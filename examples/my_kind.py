@@ -27,7 +27,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.run import rl
 from phalanx.run.cli import parse, run
 from phalanx.run.disaggregated.role_batches import part_of
-from phalanx.run.kind import KINDS, Kind
+from phalanx.run.kind import KINDS, PolicyKind
 from phalanx.run.world import lone_world
 from phalanx.tools.plan import plan_job
 from phalanx.tools.plan.layout import Cluster, CountedPolicy
@@ -174,7 +174,7 @@ class WordRollout:
         return Trace(torch.cat(rows), len(prompts[0].text))
 
 
-class Words(Kind):
+class Words(PolicyKind):
     """The kind: see phalanx.run.kind."""
 
     schemas = (WordRunConfig,)

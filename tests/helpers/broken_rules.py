@@ -290,8 +290,8 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         LMRLConfig,
-        ("algorithm.name=sdft", "data.overlong_prompts=truncate"),
-        "algorithm.name=sdft does not work with block diffusion, nor with data.overlong_prompts=truncate",
+        ("algorithm.name=sdft", "model.block_size=4"),
+        "algorithm.name: sdft reads a response behind two prompts",
     ),
     (
         LMRLConfig,

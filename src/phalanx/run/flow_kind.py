@@ -28,7 +28,7 @@ from phalanx.run.flow_components import (
     sampled_parts,
 )
 from phalanx.run.flow_teacher import check_teacher, guided_reference, load_teacher
-from phalanx.run.kind import Kind, Schemas, Sets
+from phalanx.run.kind import PolicyKind, Schemas, Sets
 from phalanx.run.roles import Roles
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm, Prompt
@@ -36,7 +36,7 @@ from phalanx.types import Algorithm, Prompt
 log = logging.getLogger(__name__)
 
 
-class Flow(Kind):
+class Flow(PolicyKind):
     """A flow-matching model in diffusers' format."""
 
     schemas: ClassVar[Schemas] = (FlowRunConfig,)

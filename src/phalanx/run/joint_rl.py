@@ -29,7 +29,7 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.run.job import Job
-from phalanx.run.kind import Kind, Sets, kind_of
+from phalanx.run.kind import Kind, PolicyKind, Sets, kind_of
 from phalanx.run.rewriting import Rewriter, as_original
 from phalanx.run.rl import train_state
 from phalanx.run.start import build_rewards, choose_cpu_linear, start_job
@@ -236,7 +236,8 @@ class JointValidator(Validator):
 class Joint(Kind):
     """The job's kind, of the kinds of both policies: see phalanx.run.kind."""
 
-    def parts(self) -> dict[str, Kind]:
+    def parts(self) -> dict[str, PolicyKind]:
+        """See PolicyKind."""
         return {name: kind_of(part) for name, part in self.cfg.parts().items()}
 
     def check(self, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:
@@ -301,7 +302,7 @@ def build(cfg: JointConfig) -> JointTrainer:
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
 
 
-def start_with_prompts(cfg: JointConfig, kinds: Mapping[str, Kind]) -> tuple[World, list[Prompt], Sets]:
+def start_with_prompts(cfg: JointConfig, kinds: Mapping[str, PolicyKind]) -> tuple[World, list[Prompt], Sets]:
     """The world, and the prompts of training and of each validation set that both policies can read."""
     writer, painter = kinds[WRITER].cfg, kinds[PAINTER].cfg
     with reported_by(vars(painter)):

@@ -1,8 +1,10 @@
 """A kind of policy: the parts that its jobs are made of, and what the commands ask of it.
 
-A kind is a subclass of Kind in a module of its own, and a line of KINDS.
+A kind is a subclass of PolicyKind, or of Kind if its job has several policies, in a module of its own, and a line of
+KINDS.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -70,10 +72,6 @@ class Kind:
     @staticmethod
     def check_folder(path: str, key: str) -> None:
         """Raise ValueError for a model folder that is incomplete."""
-
-    def parts(self) -> "dict[str, Kind]":
-        """The kind of each policy of a job by its name; a single policy is named ""."""
-        return {"": self}
 
     def check(self, launch: Launch | None = None, *, installed: bool = True) -> Any:
         """The batch sizes of a step; ConfigError for a configuration that the ranks of `launch` (None: the current one)
@@ -150,23 +148,9 @@ class Kind:
     def name_unused(self, rows: list[Prompt], sets: Sets, policy: Any) -> None:
         """Log columns of the data that have no effect."""
 
-    def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> Any:
-        """Load the policy from the model's folder; all ranks call this together. plan: that of a step; None to sample
-        only. frozen: train nothing of it.
-        """
-        raise NotImplementedError
-
     def as_loaded(self, plan: BatchPlan, policy: Any) -> BatchPlan:
         """The plan with what the policy does of it."""
         return plan
-
-    def train_rollout(self, policy: Any, plan: BatchPlan, algorithm: Algorithm, *, learns: bool = True) -> Rollout:
-        """Build the engine that draws training samples. learns: they are trained on."""
-        raise NotImplementedError
-
-    def val_rollout(self, policy: Any) -> Any:
-        """Build the engine that draws samples to score only."""
-        raise NotImplementedError
 
     def load_beside(self, policy: Any, plan: BatchPlan, algorithm: Algorithm, rollout: Any) -> dict[str, Any]:
         """The keywords teachers, critic and costs of phalanx.training.update.Updater, as far as the algorithm needs
@@ -174,9 +158,31 @@ class Kind:
         """
         return {}
 
+
+class PolicyKind(Kind, ABC):
+    """A kind of job with one policy, which the commands can also load and sample from."""
+
+    def parts(self) -> "dict[str, PolicyKind]":
+        """The kind of each policy of a job by its name; a single policy is named ""."""
+        return {"": self}
+
+    @abstractmethod
+    def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> Any:
+        """Load the policy from the model's folder; all ranks call this together. plan: that of a step; None to sample
+        only. frozen: train nothing of it.
+        """
+
+    @abstractmethod
+    def train_rollout(self, policy: Any, plan: BatchPlan, algorithm: Algorithm, *, learns: bool = True) -> Rollout:
+        """Build the engine that draws training samples. learns: they are trained on."""
+
+    @abstractmethod
+    def val_rollout(self, policy: Any) -> Any:
+        """Build the engine that draws samples to score only."""
+
+    @abstractmethod
     def files(self, config: Any) -> Any:
         """The files of a model: an object with the methods of phalanx.models.flow.model_files.ModelFiles."""
-        raise NotImplementedError
 
 
 def kind_class(name: str) -> type[Kind]:
@@ -201,7 +207,7 @@ def kind_of_folder(folder: Path) -> type[Kind]:
     return next((kind for kind in others if kind.schemas and kind.owns(folder)), first)
 
 
-def sampling_parts(kind: Kind, world: World, sets: Sets, rewards: RewardSet | None = None) -> JobComponents:
+def sampling_parts(kind: PolicyKind, world: World, sets: Sets, rewards: RewardSet | None = None) -> JobComponents:
     """The parts of a job that draws no training samples; all ranks call this together. rewards: None to load them."""
     rewards = rewards or build_rewards(kind.cfg, world, (), sets, outputs=kind.outputs)
     policy: TrainedPolicy = kind.load_policy(world)

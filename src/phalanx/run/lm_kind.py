@@ -30,7 +30,7 @@ from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
 from phalanx.run.disaggregated.role_batches import part_of
-from phalanx.run.kind import Kind, Schemas, Sets
+from phalanx.run.kind import PolicyKind, Schemas, Sets
 from phalanx.run.lm_teacher import ContextTeacher, load_teacher, with_context
 from phalanx.run.start import fitting_sets
 from phalanx.training.critic_trainer import CriticTrainer
@@ -40,7 +40,7 @@ from phalanx.types import TEACHER, Algorithm, Prompt, Rollout
 log = logging.getLogger(__name__)
 
 
-class LM(Kind):
+class LM(PolicyKind):
     """A causal language model in transformers' format, which may read images, and talk with environments."""
 
     schemas: ClassVar[Schemas] = (LMTurnRunConfig, LMRunConfig)

@@ -13,7 +13,7 @@ from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.chat import chat_messages
+from phalanx.models.lm.chat import chat_messages, prompt_tokens
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
 from phalanx.models.lm.model import positions
@@ -137,10 +137,12 @@ def with_context(rows: list[Prompt], policy: LMPolicy, key: str, template: str) 
         text = template.format(prompt=messages[last]["content"], context=context)
         messages[last] = {**messages[last], "content": text}
         told.append(replace(row, text=text, messages=messages))
-    policy.encode_ahead(told)
-    result = []
-    for row, other in zip(rows, told, strict=True):
-        tokens = policy.encode(other)
+    result = []  # not by policy.encode, which may cut prompts
+    every = prompt_tokens(policy.tokenizer, told, policy.data, policy.config.path)
+    for row, tokens in zip(rows, map(policy.readable, every), strict=True):
+        if max(tokens, default=0) >= policy.rows:
+            token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
+            raise DataError(f"{row.place}: its {key} contains {token!r}, which the model does not embed")
         length = len(tokens) + policy.data.max_response_length
         if longest is not None and length > longest:
             raise DataError(

@@ -17,7 +17,7 @@ from phalanx.run.disaggregated.role_batches import of_role, part_of
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.job import Job
-from phalanx.run.kind import Kind, kind_of
+from phalanx.run.kind import PolicyKind, kind_of
 from phalanx.run.link import link_of
 from phalanx.run.start import JobComponents, build_rewards, routed, start_job
 from phalanx.run.validation import Validator
@@ -56,7 +56,7 @@ class Trainer(Training):
 def build(cfg: RLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     """Build the job, or this rank's worker in it; all ranks call this together. A ValueError is the user's mistake."""
     # The cheapest checks come first: numbers, then files, then everything that needs process groups and models.
-    kind: Kind = kind_of(cfg)
+    kind: PolicyKind = kind_of(cfg)
     plan: BatchPlan = kind.check()
     algorithm = kind.build_algorithm()
     rows = load_prompts(cfg.data.train_files, "data.train_files", **kind.form(train=True))

@@ -88,12 +88,12 @@ START_RULES = (
          lambda c, a: c.algorithm.name == "dpo" and c.actor.loss_agg_mode != "seq-mean-token-mean",
          "{c.actor:loss_agg_mode:} would weigh pairs by their lengths with {c.algorithm:name=}; set it to "
          "seq-mean-token-mean"),
-    Rule("algorithm.context_key model.block_size data.overlong_prompts", LM_RL,
-         "A teacher with more in its prompts needs whole prompts, and tokens that follow them in order.",
-         lambda c, a: "context_key" in vars(c.algorithm)
-         and (c.model.block_size is not None or c.data.overlong_prompts == "truncate"),
-         "{c.algorithm:name=} does not work with block diffusion, nor with data.overlong_prompts=truncate, which would "
-         "cut what the teacher reads; expected error or filter, and an autoregressive model"),
+    Rule("algorithm.context_key model.block_size", LM_RL,
+         "A teacher with longer prompts needs an autoregressive model: blocks are counted from a prompt's first token, "
+         "so a response has other blocks behind another prompt.",
+         lambda c, a: "context_key" in vars(c.algorithm) and c.model.block_size is not None,
+         "{c.algorithm:name:} reads a response behind two prompts, which {c.model:block_size=} divides into different "
+         "blocks; expected an autoregressive model"),
     Rule("rollout.correction algorithm.name", LM_RL, "Corrections weigh responses that are trained one by one.",
          lambda c, a: a.samples_per_unit != 1 and c.rollout.correction not in ("rescore", "none"),
          "{c.rollout:correction:} weighs single responses, but {c.algorithm:name=} trains several as one; set it to "
