@@ -66,6 +66,9 @@ COMMANDS = {
     "runs": Command("list the runs below a folder, with their machines, progress and status"),
     "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]"),
     "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR"),
+    "diff": Command("say where two runs differ first: phalanx diff RUN RUN"),
+    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN"),
+    "verify": Command("train it again and say whether the results are equal: phalanx verify RUN"),
     "configs": Command("list the shipped configurations, or print the one called NAME"),
 }
 
@@ -106,6 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from phalanx.tools.board.runs import main as manage
 
         return manage(given.command, words)
+    if given.command == "diff":
+        from phalanx.tools.reproduce.differences import main as compare
+
+        return compare(words)
+    if given.command in ("rerun", "verify"):
+        from phalanx.tools.reproduce.rerun import main as repeat
+
+        return repeat(given.command, words)
     try:
         if command.task is None:
             return show(_list_configs(words))

@@ -23,6 +23,7 @@ from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
+from phalanx.run.provenance import write_provenance
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
@@ -92,6 +93,7 @@ class Job:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(_with_whole_path(cfg), self.output_dir / CONFIG_FILE)
+            write_provenance(cfg, self.world, self.output_dir, self.progress.step)
             with suppress(OSError):  # a closed terminal
                 print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
