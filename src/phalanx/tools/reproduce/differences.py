@@ -34,10 +34,11 @@ MOST_LINES = 20  # of differences of one kind that are shown
 
 @dataclass
 class Comparison:
-    """The differences between two runs. `settings`: what they were started with; `first`: the first row that differs, as
-    step, metric and values; `parted`: the first that differs by more than rounding; `largest`: the largest relative
-    difference of a metric; `tensors`: names with the relative difference of the two; None if there is no checkpoint of
-    the same step.
+    """The differences between two runs.
+
+    settings: lines about what they were started with. first: the first metric that differs, as step, name and values.
+    parted: the first that differs by more than rounding. largest: the largest relative difference before it. tensors:
+    the relative difference of each; None if there is no checkpoint of the same step.
     """
 
     steps: int
