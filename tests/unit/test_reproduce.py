@@ -11,8 +11,11 @@ import torch
 
 from phalanx.run.provenance import BLOCK, BLOCKS, digest_inputs, digest_path, read_provenance
 from phalanx.tools.reproduce import rerun
-from phalanx.tools.reproduce.differences import compare_runs, tensor_distance
+from phalanx.tools.reproduce.differences import compare_runs
 from phalanx.tools.reproduce.differences import main as compare
+from phalanx.tools.reproduce.rows import write_row
+from phalanx.tools.reproduce.tensors import tensor_distance
+from tests.helpers.ranks import ROOT
 from tests.helpers.tasks import run_task
 
 STEPS = 2
@@ -160,6 +163,34 @@ def test_rerun_refuses_what_is_different(
         "place\n"
     )
     assert "no config.yaml" in refused(lambda entry: (copy / "config.yaml").unlink())
+
+
+def test_a_row_of_a_board(
+    runs: Path, launched: Callable[[], list[str]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A row is verified without the checkpoints of its run, and names the first weight that differs."""
+    write_row(runs / "one", tmp_path / "row")
+    assert {file.name for file in (tmp_path / "row").iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "provenance.json",
+        "weights.json",
+    }
+    assert sum(file.stat().st_size for file in (tmp_path / "row").iterdir()) < 30_000
+    assert str(ROOT) not in (tmp_path / "row" / "config.yaml").read_text()
+    assert rerun.main("verify", [str(tmp_path / "row")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"equal to the last bit ({STEPS} steps, ")
+    weights = json.loads((tmp_path / "row" / "weights.json").read_text())
+    name = "model.lm.model.layers.1.mlp.up_proj.weight"
+    weights["weights"][name] = ["0" * 16, weights["weights"][name][1] * (1 + 2e-3)]
+    (tmp_path / "row" / "weights.json").write_text(json.dumps(weights))
+    result = compare_runs(tmp_path / "row", tmp_path / "row_verify")
+    assert result.verdict().endswith(f"no metric by more than rounding, but the weight {name} by 2.0e-03")
+    (tmp_path / "row" / "weights.json").write_text("{}")
+    assert compare([str(tmp_path / "row"), str(runs / "one")]) == 2
+    assert capsys.readouterr().err.endswith("weights.json: damaged, or of another program\n")
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        write_row(tmp_path / "row", tmp_path / "x")
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -6,29 +6,24 @@ Only the files of the runs' folders are read. Metrics of time, memory and speed 
 import argparse
 import math
 import sys
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from phalanx.config.messages import cut
 from phalanx.exit import show
 from phalanx.run.checkpoint import complete
-from phalanx.run.checkpoint_reader import Reader
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_config
+from phalanx.tools.reproduce.rows import NOT_RESULTS, Digest, digest_weights, newest_checkpoint, read_digests, step_of
+from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_distance, tensor_entries
 from phalanx.zoo.loggers.console import plain
 
-NOT_RESULTS = ("perf/", "time/", "step")
 PLACES = ("trainer.output_dir", "trainer.resume")  # keys that may differ between equal runs
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # differences of metrics that count as rounding
+WEIGHTS = 1e-3  # relative differences of weights that do
 MOST_LINES = 20  # of differences of one kind that are shown
 
 
@@ -57,9 +52,17 @@ class Comparison:
         return self.steps > 0 and self.first is None and not self.missing and not any((self.tensors or {}).values())
 
     @property
+    def parted_weight(self) -> str | None:
+        """The first weight that differs by more than rounding; moments, which are small, are not looked at."""
+        for name, distance in (self.tensors or {}).items():
+            if distance > WEIGHTS and model_order(name)[0] == 0:
+                return name
+        return None
+
+    @property
     def within_rounding(self) -> bool:
-        """Whether every metric of every step is equal within rounding."""
-        return self.steps > 0 and self.parted is None and not self.missing
+        """Whether every metric of every step, and every weight, is equal within rounding."""
+        return self.steps > 0 and self.parted is None and self.parted_weight is None and not self.missing
 
     def verdict(self) -> str:
         """One sentence about the results."""
@@ -74,7 +77,10 @@ class Comparison:
             return f"equal to the last bit ({compared})"
         if self.within_rounding:
             return f"equal within rounding ({compared}): {self._difference(self.first)}; largest {self.largest:.1e}"
-        assert self.parted is not None
+        if self.parted is None:
+            name = str(self.parted_weight)
+            far = (self.tensors or {})[name]
+            return f"different ({compared}): no metric by more than rounding, but the weight {name} by {far:.1e}"
         return f"different from step {self.parted[0]} ({compared}): {self._difference(self.parted)}"
 
     def _difference(self, row: tuple[int, str, float, float] | None) -> str:
@@ -124,7 +130,7 @@ def _compare_rows(result: Comparison, step: int, one: dict[str, Any], other: dic
     if lacking and not result.missing:
         result.missing.append(f"only one run has {cut(', '.join(sorted(lacking)))} in step {step}")
     for name in one:
-        if name.startswith(NOT_RESULTS) or name not in other:
+        if name.startswith(NOT_RESULTS) or name == "step" or name not in other:
             continue
         names.add(name)
         pair = one[name], other[name]
@@ -180,63 +186,52 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
     return leaves
 
 
-def newest_checkpoint(*runs: Path) -> Path | None:
-    """The checkpoint of the first run whose step is the newest of which all runs have a complete one."""
-    for folder in sorted((runs[0] / "checkpoints").glob("step_*"), reverse=True):
-        if all(complete(run / "checkpoints" / folder.name) is None for run in runs):
-            return folder
-    return None
-
-
 def _compare_checkpoints(result: Comparison, one: Path, other: Path) -> None:
+    digests = read_digests(one), read_digests(other)
+    if digests[0] is not None or digests[1] is not None:
+        _compare_digests(result, (one, other), digests)
+        return
     folder = newest_checkpoint(one, other)
     if folder is None:
         return
     both = [folder, other / "checkpoints" / folder.name]
     entries = [tensor_entries(each) for each in both]
-    result.checkpoint, result.tensors = int(folder.name.removeprefix("step_")), {}
-    if entries[0].keys() != entries[1].keys():
-        lacking = sorted(entries[0].keys() ^ entries[1].keys())
-        result.missing.append(f"only one run has {cut(', '.join(lacking))} in its checkpoint")
-    for name in sorted(entries[0].keys() & entries[1].keys(), key=_model_order):
+    result.checkpoint, result.tensors = step_of(folder), {}
+    _note_lacking(result, entries[0].keys() ^ entries[1].keys())
+    for name in sorted(entries[0].keys() & entries[1].keys(), key=model_order):
         if entries[0][name].size != entries[1][name].size:
-            result.missing.append(
-                f"{name} has the shape {list(entries[0][name].size)} and {list(entries[1][name].size)}"
-            )
+            shapes = f"{list(entries[0][name].size)} and {list(entries[1][name].size)}"
+            result.missing.append(f"{name} has the shapes {shapes}")
             continue
         first, second = (read_tensor(each, name, entry[name]) for each, entry in zip(both, entries, strict=True))
         result.tensors[name] = tensor_distance(first, second)
 
 
-def _model_order(name: str) -> tuple[int, list[tuple[bool, int, str]]]:
-    """A key that sorts weights before their averages and moments, and layer 2 before layer 10."""
-    parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
-    kinds = name.split(".")[:2]  # a joint run's names begin with the policy
-    return 2 if "optim" in kinds else int("model" not in kinds), parts
+def _compare_digests(
+    result: Comparison, runs: tuple[Path, Path], digests: Sequence[tuple[int, dict[str, Digest]] | None]
+) -> None:
+    """Compare weights of which at least one side has only digests: their norms bound the difference from below."""
+    step = next(known[0] for known in digests if known is not None)
+    sides = list[dict[str, Digest]]()
+    for run, known in zip(runs, digests, strict=True):
+        checkpoint = run / "checkpoints" / f"step_{step:06d}"
+        if known is None and complete(checkpoint) is None:
+            known = step, digest_weights(checkpoint)
+        if known is None or known[0] != step:
+            result.settings.append(f"{run}: no weights of step {step}; weights are not compared")
+            return
+        sides.append(known[1])
+    result.checkpoint, result.tensors = step, {}
+    _note_lacking(result, sides[0].keys() ^ sides[1].keys())
+    for name in sorted(sides[0].keys() & sides[1].keys(), key=model_order):
+        (digest, norm), (other, other_norm) = sides[0][name], sides[1][name]
+        result.tensors[name] = 0.0 if digest == other else max(relative(norm, other_norm), 1e-30)
 
 
-def tensor_entries(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint by name. Raises ValueError for a damaged one."""
-    entries = Reader(checkpoint).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def read_tensor(checkpoint: Path, name: str, entry: TensorStorageMetadata) -> Tensor:
-    """One tensor of a checkpoint, whole."""
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=Reader(checkpoint), no_dist=True)
-    return state[name]
-
-
-def tensor_distance(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference of two tensors, relative to the larger of both norms; 0.0 only if they are equal."""
-    if one.dtype == other.dtype and torch.equal(one, other):
-        return 0.0
-    pair = one.double(), other.double()
-    norm = max(float(pair[0].norm()), float(pair[1].norm()), 1e-30)
-    return max(float((pair[0] - pair[1]).norm()) / norm, 1e-30)
+def _note_lacking(result: Comparison, names: Iterable[str]) -> None:
+    lacking = ", ".join(sorted(names))
+    if lacking:
+        result.missing.append(f"only one run has the weights {cut(lacking)}")
 
 
 def main(argv: Sequence[str]) -> int:
