@@ -227,7 +227,13 @@ class LMRollout:
         # all ranks draw equally many samples; the padding of the last ranks is dropped
         places = [min(context.place * share + i, len(prompts) - 1) for i in range(share)]
         drawn = self.decode([prompts[i] for i in places], [names[i] for i in places], decoding)
-        return list(chain.from_iterable(context.objects(drawn)))[: len(prompts)]
+        # an environment's images travel; each rank has read those of the prompts
+        travels, local, every = self.talks is not None, [], []
+        for one in drawn:
+            local.append(replace(one, look=one.look.alone() if one.look and travels else None))
+        for one, prompt in zip(chain.from_iterable(context.objects(local)), prompts, strict=False):
+            every.append(one if travels else replace(one, look=self.policy.look(prompt)))
+        return every
 
     @cached_property
     def session(self) -> Session:
