@@ -173,7 +173,7 @@ class LM(PolicyKind):
         rollout: Any = build_rollout(self.cfg, policy, world, decoded, passes, self.environments)
         if split is None:
             return rollout
-        if not isinstance(rollout, LMRollout) or type(rollout).decode is not LMRollout.decode:
+        if not isinstance(rollout, LMRollout):
             raise ConfigError(
                 f"{config:engine}: {config.engine} draws whole responses; expected one with a `session`, which draws "
                 f"tokens, or leave {config:partial_rollout} out"
