@@ -163,7 +163,7 @@ def main(script: str, description: str | None, sides: Sides) -> None:
     parser.add_argument("--only", choices=sides, help="run one side once, in this process")
     args = parser.parse_args()
     if args.only:
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
             print(json.dumps(sides[args.only](args.steps, Path(name))))
         return
     found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}

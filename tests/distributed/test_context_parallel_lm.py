@@ -43,6 +43,7 @@ from tests.distributed import test_lm_algorithms
 from tests.distributed.test_resume import stop_after
 from tests.helpers.checks import refused
 from tests.helpers.jobs import assert_same_weights, rows
+from tests.helpers.llada2 import tiny_llada2
 from tests.helpers.lm import fit, one_step, tiny_lm_config
 from tests.helpers.plans import describe
 from tests.helpers.ranks import run_ranks
@@ -115,15 +116,19 @@ def models(attention: str) -> dict[str, tuple[PreTrainedConfig, dict[str, Any]]]
     }
 
 
-def passes(model: CausalLM | ValueLM, packed: bool) -> tuple[list[Tensor], list[Tensor]]:
+def passes(model: CausalLM | ValueLM, packed: bool, *, shared: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """Scores of three samples of which one has no response in the first half of its positions, and the gradient of an
-    uneven sum of them.
+    uneven sum of them. With `shared`, the first and the last one have the same prompt, which is computed once.
     """
-    lengths, starts, generator = [20, 13, 5], [15, 2, 1], torch.Generator().manual_seed(0)
+    lengths, starts, generator = [20, 13, 15 if shared else 5], [15, 2, 1], torch.Generator().manual_seed(0)
     ids, at = torch.randint(3, 60, (3, 20), generator=generator), torch.arange(1, 20)
+    if shared:
+        starts[0] = starts[2] = 11
+        ids[2, :11] = ids[0, :11]
     predicting = (at >= torch.tensor(starts)[:, None]) & (at < torch.tensor(lengths)[:, None])
     given = (ids, predicting) if isinstance(model, ValueLM) else (ids, predicting, 0.7)
-    result = model(*given, Row.of(ids, lengths) if packed else None)
+    prompts = [(starts[i], tuple(ids[i, : starts[i]].tolist())) for i in range(3)] if shared else None
+    result = model(*given, Row.of(ids, lengths, starts, prompts) if packed else None)
     scores = [result] if isinstance(result, Tensor) else list(result)
     model.zero_grad()
     sum((torch.linspace(0.5, 2, len(some)) * some).sum() for some in scores).backward()
@@ -136,23 +141,30 @@ def differences(attention: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, (config, keys) in models(attention).items():
         kind = LMModelConfig(path="any", dtype="float32", **keys)
-        for critic, packed in ((False, False), (False, True), (True, True)):
+        for critic, packed, once in (
+            (False, False, False),
+            (False, True, False),
+            (True, True, False),
+            (False, True, True),
+        ):
+            if once and attention != "sdpa":
+                continue
             torch.manual_seed(0)
             lm = AutoModelForCausalLM.from_config(config, attn_implementation=kind.attn_implementation).eval()
             causal = causal_lm(lm, replace(kind, use_remove_padding=packed), chunk=3)
             alone = ValueLM(causal) if critic else causal
             if critic:
                 torch.nn.init.normal_(alone.value.weight, std=0.05)
-            expected, gradients = passes(alone, packed)
+            expected, gradients = passes(alone, packed, shared=once)
             causal.share_positions(world, kind.attn_implementation)
             alone.context = causal.context
-            scores, parts = passes(alone, packed)
+            scores, parts = passes(alone, packed, shared=once)
             for part in parts:
                 torch.distributed.all_reduce(part)
             largest = 0.0  # relative to the largest number if that exceeds 1
             for one, other in zip([*expected, *gradients], [*scores, *parts], strict=True):
                 largest = max(largest, float(((one - other).abs().max() / one.abs().max().clamp(min=1)).detach()))
-            found[f"{name}, {critic=}, {packed=}"] = largest
+            found[f"{name}, {critic=}, {packed=}, {once=}"] = largest
     stop_world()
     return found
 
@@ -243,6 +255,27 @@ def test_the_same_step(
     shared = run_ranks(one_step_with_exchanges, ranks, cfg)
     assert_same(first, shared, size, packed=PACKED in keys)
     assert all(part["exchanges"] == (ranks > size) for part in shared)
+
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "blocks": ("model.block_size=4", "rollout.threshold=0.02"),
+    "experts": ("parallel.expert_parallel=true", "parallel.fsdp_size=2"),
+    "prompts once": (PACKED, "model.use_prefix_grouper=true", "parallel.fsdp_size=2"),
+}
+
+
+@pytest.mark.quick("blocks")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_same_step_with(feature: str, lm_folder: Path, blocks_folder: Path, tmp_path: Path) -> None:
+    """Blocks, whose states attend by a mask of the whole row; experts on ranks that share samples; prompts once."""
+    folder = {"blocks": blocks_folder}.get(feature, lm_folder)
+    if feature == "experts":
+        folder = tiny_llada2(tmp_path / "model")
+    model = folder if feature == "experts" else with_heads(tmp_path / "model", folder, 4, 2)
+    plain = [key for key in FEATURES[feature] if not key.startswith("parallel")]
+    (alone,) = run_ranks(one_step, 1, tiny_lm_config(model, tmp_path / "alone", KL, *plain))
+    cfg = tiny_lm_config(model, tmp_path / "shared", KL, *FEATURES[feature], f"{KEY}=2")
+    assert_same(alone, run_ranks(one_step, 2, cfg), 2, packed=feature != "blocks")
 
 
 def long_job(model: Path, folder: Path, *keys: str) -> LMRLConfig:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.config.messages import ConfigError
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE
 from tests.helpers import jobs, lm
@@ -42,35 +43,43 @@ class Off(Counted):
 
 LM = """
 from dataclasses import replace
+from functools import cached_property
 
 from phalanx.distributed.collectives import reduce_int
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 
 
-class Counted(LMRollout):
+class Counting:
     drawn = 0
 
-    def decode(self, prompts, names, how):
-        self.drawn += len(prompts)
-        return super().decode(prompts, names, how)
+    def __init__(self, session):
+        self.admit, self.step, self.close = session.add, session.step, session.close
+
+    def add(self, request):
+        self.drawn += 1
+        self.admit(request)
+
+
+class Counted(LMRollout):
+    @cached_property
+    def session(self):
+        return Counting(super().session)
 
     def metrics(self, samples, reward):
-        return super().metrics(samples, reward) | {"rollout/drawn": reduce_int(self.drawn, "sum")}
+        return super().metrics(samples, reward) | {"rollout/drawn": reduce_int(self.session.drawn, "sum")}
 
 
 class Off(Counted):
     facts = replace(LMRollout.facts, exact=False)
 
-    def decode(self, prompts, names, how):
-        found = super().decode(prompts, names, how)
-        return [replace(drawn, log_probs=[-1.0] * len(drawn.response)) for drawn in found]
+    def drawn_sample(self, request):
+        return replace(super().drawn_sample(request), log_probs=[-1.0] * len(request.tokens))
 
 
 class Blocks(BlockDiffusionRollout):
-    def decode(self, prompts, names, how):
-        found = super().decode(prompts, names, how)
-        return [replace(drawn, text="aceg" * len(drawn.text)) for drawn in found]
+    def text(self, request):
+        return "aceg" * len(super().text(request))
 """
 
 KINDS = ["flow", "lm"]
@@ -183,6 +192,15 @@ class Mine:
     def close(self):
         self.inner.close()
 """
+
+
+def test_an_engine_whose_method_nobody_calls_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "old.py"
+    file.write_text(
+        "from phalanx.rollout.lm.in_policy import LMRollout\n\n\nclass Old(LMRollout):\n    def decode(self): pass\n"
+    )
+    with pytest.raises(ConfigError, match="nothing calls its `decode`; override `session`"):
+        lm.tiny_lm_config(tmp_path, tmp_path, f"rollout.engine={file}:Old")
 
 
 @pytest.mark.full

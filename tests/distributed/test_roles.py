@@ -225,6 +225,23 @@ def test_samples_in_flight_fit_other_ranks(lm_folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.full
+@pytest.mark.seldom("pictures")
+@pytest.mark.parametrize("of", ["texts", "pictures"])
+def test_ranks_of_the_actor_share_samples(of: str, lm_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
+    """Those that sample do not. A checkpoint has samples in flight once, for ranks that share them or not."""
+    config = partial(tiny_lm_config, lm_folder) if of == "texts" else partial(tiny_config, qwen_folder)
+    run_roles(language, 2, config(tmp_path / "one", *STEPS, "placement={rollout: 0, actor: 1}", "optim.eps=1e-3"))
+    shared = (*STEPS, TWO_AND_TWO, "optim.eps=1e-3", "parallel.ulysses_sequence_parallel_size=2")
+    run_roles(language, 4, config(tmp_path / "two", *shared))
+    shutil.rmtree(tmp_path / "two" / "out" / "checkpoints" / "step_000004")
+    assert len(list((tmp_path / "two" / "out" / "checkpoints" / "step_000002").glob("*in_flight*"))) == 1
+    run_roles(language, 4, config(tmp_path / "two", *shared))
+    for row, wanted in zip(learned(tmp_path / "two"), learned(tmp_path / "one"), strict=True):
+        for key in row:
+            assert row[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.full
 def test_samples_in_flight_may_be_dropped(lm_folder: Path, tmp_path: Path) -> None:
     keys = (*STEPS, "rollout.in_flight=drop", "placement={rollout: 0, actor: 1}")
     run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys))

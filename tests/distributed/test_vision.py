@@ -12,21 +12,27 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMDataConfig, LMRLConfig
 from phalanx.config.messages import ConfigError
+from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import ExportConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.engines.transformers import load_processor
 from phalanx.models.lm import vision_families
+from phalanx.models.lm.lm_policy import build_policy
 from phalanx.models.lm.load_folder import read_lora
 from phalanx.run import rl
 from phalanx.run.kind import kind_of
 from phalanx.run.rules import load_config
+from phalanx.run.world import start_world, stop_world
 from phalanx.tools.export import Export
 from phalanx.types import JobError
+from tests.helpers import jobs
 from tests.helpers.checks import refused
 from tests.helpers.lm import lm_overrides, tiny_lm
 from tests.helpers.ranks import run_ranks
+from tests.helpers.roles import run_roles
 from tests.helpers.tiny_vision import chat, picture, shown_prompts, tiny_vision
 
 
@@ -53,9 +59,10 @@ def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dic
 
 PARTIAL = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4")
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=250")
+SHARED = f"{KEY}=2"
 LAYOUTS = {
-    True: ((1, ()), (2, ()), (2, PACKED)),
-    False: ((1, ()), (2, ("parallel.fsdp_size=1",)), (4, ("parallel.fsdp_size=2",))),
+    True: ((1, ()), (2, ()), (2, PACKED), (2, (SHARED,))),
+    False: ((1, ()), (2, ("parallel.fsdp_size=1",)), (4, ("parallel.fsdp_size=2",)), (2, (SHARED,))),
 }
 
 
@@ -249,12 +256,11 @@ def test_a_teacher_reads_images(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_work_with_images_are_refused(qwen: Path, tmp_path: Path) -> None:
-    for keys, message in (
-        (["model.block_size=4"], "block diffusion; leave model.block_size out"),
-        ([f"{KEY}=2"], f"context parallelism; set {KEY} to 1"),
-    ):
-        with refused(f"data.train_files: a:1 has images, which is not supported with {message}", ConfigError):
-            kind_of(config_of(qwen, tmp_path / "data", *keys)).check_images("data.train_files: a:1 has images")
+    message = "which is not supported with block diffusion; leave model.block_size out"
+    with refused(f"data.train_files: a:1 has images, {message}", ConfigError):
+        kind_of(config_of(qwen, tmp_path / "data", "model.block_size=4")).check_images(
+            "data.train_files: a:1 has images"
+        )
     config = config_of(qwen, tmp_path / "data", "rollout.limit_images=1")
     with refused(
         f"data.train_files: {tmp_path}/data/prompts.jsonl:3 has 2 images, more than rollout.limit_images=1", ConfigError
@@ -284,6 +290,46 @@ def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole
     assert not any("visual" in name for name in weights)
     for name, value in weights.items():
         assert torch.equal(model.get_parameter(name.removeprefix("lm.")), value), name
+
+
+def loaded(folder: Path) -> str:
+    """The error at load of a model whose positions two ranks share; empty if its passes agree with its own forward."""
+    parallel = ParallelConfig(ulysses_sequence_parallel_size=2, fsdp_size=1)
+    config = LMModelConfig(path=str(folder), dtype="float32", use_remove_padding=True, use_prefix_grouper=True)
+    data, world = LMDataConfig(max_prompt_length=100, max_response_length=16), start_world(parallel)
+    options = {"chunk": 5, "temperature": 1.0, "seed": 0, "images": True, "tries": True}
+    try:
+        build_policy(config, parallel, data, world, **options)
+    except ValueError as error:
+        return str(error)
+    finally:
+        stop_world()
+    return ""
+
+
+@pytest.mark.quick("smolvlm", "gemma3")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3"])
+def test_families_whose_positions_ranks_share(family: str, tmp_path: Path) -> None:
+    """As at each start, padded, packed and with prompts once, against the model's own forward."""
+    folder = tiny_vision(tmp_path / family, family)
+    wanted = f"{KEY}: 2 needs causal attention, and the tokens of an image" if family == "gemma3" else ""
+    assert [error[: len(wanted) or None] for error in run_ranks(loaded, 2, folder)] == [wanted, wanted]
+
+
+@pytest.mark.full
+def test_roles_train_on_the_same_pixels(qwen: Path, tmp_path: Path) -> None:
+    """Images travel with their samples."""
+    keys = ("parallel.fsdp_size=1", "model.freeze_vision_tower=false", "trainer.total_training_steps=2")
+    found = {}
+    for name, ranks, more in (("together", 1, ()), ("apart", 3, ("placement={rollout: 0-1, actor: 2}",))):
+        out = f"trainer.output_dir={tmp_path / name}"
+        run_roles(rl.build, ranks, config_of(qwen, tmp_path / "data", *keys, *more, out))
+        found[name] = jobs.rows(tmp_path / name)
+    for one, other in zip(found["together"], found["apart"], strict=True):
+        assert one["prompt/length_mean"] == other["prompt/length_mean"] > 35
+        assert one["actor/grad_norm"] > 1e-4
+        for key in ("reward/mean", "actor/grad_norm", "actor/first_ratio_error"):
+            assert other[key] == pytest.approx(one[key], rel=1e-5), key
 
 
 @pytest.mark.full

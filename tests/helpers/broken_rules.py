@@ -203,13 +203,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         "rollout.schedule: pipelined trains before the longest sample",
     ),
     (JointConfig, (CONTEXT,), f"{OF_CONTEXT} is only for jobs with one policy"),
-    (LMRLConfig, (CONTEXT, *BLOCKS), f"{OF_CONTEXT} is only for flow models and autoregressive"),
     (
         LMRLConfig,
         (CONTEXT, "model.attn_implementation=flex_attention"),
         f"{OF_CONTEXT} does not work with model.attn_implementation=flex_attention; expected sdpa or eager",
     ),
-    (LMRLConfig, (CONTEXT, "parallel.expert_parallel=true"), f"{OF_CONTEXT} does not work with parallel.expert_par"),
     (SampleConfig, (CONTEXT,), f"{OF_CONTEXT} is only for training"),
     (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{OF_CONTEXT} needs an engine that samples in the policy"),
     (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{OF_CONTEXT} exchanges tokens"),
@@ -227,11 +225,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         LMRLConfig,
         ("model.quantization=nf4", "model.lora_rank=4", "model.lora_init=pissa"),
         "model.lora_init: pissa moves a part of the base into the LoRA",
-    ),
-    (
-        LMRLConfig,
-        (CONTEXT, "model.use_remove_padding=true", "model.use_prefix_grouper=true"),
-        "parallel.ulysses_sequence_parallel_size: 2 does not work with model.use_prefix_grouper",
     ),
     (
         LMRLConfig,
@@ -332,7 +325,6 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
 ]
 NODE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=False)
 LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
-    (FlowRLConfig, (CONTEXT,), Ranks(2, 2, 2, apart=True, restarts=False), f"{OF_CONTEXT} does not work"),
     (FlowRLConfig, (CONTEXT.replace("2", "3"),), NODE, "parallel.ulysses_sequence_parallel_size: 3 does not divide"),
     (
         FlowRLConfig,

@@ -28,10 +28,7 @@ class ParallelConfig:
         False, "under FSDP, keep each expert on one rank and send tokens to it, instead of gathering the experts"
     )
     ulysses_sequence_parallel_size: int = arg(
-        1,
-        "number of neighbouring ranks that share each sample, with a part of its tokens on each; for flow models and "
-        "autoregressive language models; 1: off",
-        **COUNT,
+        1, "number of neighbouring ranks that share each sample, with a part of its tokens on each; 1: off", **COUNT
     )
     param_offload: bool = arg(False, "keep sharded weights in CPU memory between uses (needs fsdp_size > 1)")
     optimizer_offload: bool = arg(False, "keep the optimizer state and the EMA in CPU memory")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import pad
 
 from phalanx.config.parallel import ParallelConfig
 
@@ -47,6 +48,14 @@ class ContextGroup:
         """This rank's group in the mesh of `context_mesh`."""
         group = mesh["ulysses"].get_group()
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+    def part(self, value: Tensor, dim: int) -> Tensor:
+        """This rank's part of `value` along `dim`, as long as those of all ranks, with zeros behind the end."""
+        width = -(-value.shape[dim] // self.size)
+        begin = min(self.place * width, value.shape[dim])
+        part = value.narrow(dim, begin, min(width, value.shape[dim] - begin))
+        missing = width - part.shape[dim]
+        return pad(part, [0, 0] * (-dim - 1 if dim < 0 else value.dim() - 1 - dim) + [0, missing]) if missing else part
 
     def exchange(self, value: Tensor, split: int, join: int) -> Tensor:
         """Send each rank its part of `value` along dim `split`, and concatenate the received parts along dim `join`."""

@@ -6,7 +6,7 @@ ranks would hang, and a group created elsewhere would not have the job's time li
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -142,6 +142,11 @@ def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:
         return shard_size(config, launch)
     most = config.fsdp_size or launch.local_world_size
     return next(width for width in range(most, 0, -1) if launch.local_world_size % width == 0)
+
+
+def parallel_of(config: ParallelConfig, role: str) -> ParallelConfig:
+    """The section for the ranks of a role: only ranks that train share samples."""
+    return config if role == ACTOR else replace(config, ulysses_sequence_parallel_size=1)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.config.lm import LMRolloutConfig, LMValRolloutConfig
+from phalanx.functional.looks import Look
 from phalanx.functional.scores import FAR as FAR
 from phalanx.functional.scores import TokenScores
 from phalanx.functional.token_budget import in_order
@@ -75,7 +76,7 @@ class TokenTrace:
     answers, which are given like the prompt), and [B], the total number of tokens. None: all tokens after the prompt
     are sampled.
 
-    looks: B entries, the images of each prompt (phalanx.models.lm.vision.Look) or None; None: no prompt has any.
+    looks: B entries, the images of each prompt or None; None: no prompt has any.
 
     All ranks pad to the same T and A, so that all passes have one shape.
     """
@@ -89,7 +90,7 @@ class TokenTrace:
     kept: Tensor | None = None
     sampled: Tensor | None = None
     ends: Tensor | None = None
-    looks: tuple[Any, ...] | None = None
+    looks: tuple[Look | None, ...] | None = None
 
     @property
     def stops(self) -> Tensor:
@@ -110,8 +111,9 @@ class TokenTrace:
         for name in parts[0]._tensor_fields:
             tensors = [part._tensor_fields[name] for part in parts]
             values[name] = torch.cat(widened(tensors) if name == "kept" else tensors)
-        if parts[0].looks is not None:
-            values["looks"] = sum((part.looks or () for part in parts), ())
+        if any(part.looks for part in parts):
+            none = [(None,) * len(part.ids) for part in parts]
+            values["looks"] = sum((part.looks or empty for part, empty in zip(parts, none, strict=True)), ())
         return replace(parts[0], **values)
 
     @property

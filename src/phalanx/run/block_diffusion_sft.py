@@ -59,10 +59,10 @@ class Noised:
     scale: float = 0.0
 
 
-def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
-    """Samples per rank and step; ConfigError if the batch does not divide."""
+def samples_of_rank(cfg: BlockDiffusionTaskConfig, ranks: int) -> int:
+    """Samples per step of each of `ranks` ranks with different samples; ConfigError if the batch does not divide."""
     micro, key = cfg.block_diffusion.micro_batch_size_per_gpu, "block_diffusion.micro_batch_size_per_gpu"
-    return share_of_rank(cfg, micro, key, "samples", world_size)
+    return share_of_rank(cfg, micro, key, "samples", ranks)
 
 
 class Training(Blocks):
@@ -83,7 +83,7 @@ class Training(Blocks):
 
     def check_roles(self, roles: Roles, launch: Launch) -> int:
         """The samples per rank and step."""
-        return samples_of_rank(self.cfg, roles.world_size)
+        return samples_of_rank(self.cfg, self.cfg.parallel.data_ranks(roles.world_size))
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"chunk": self.cfg.block_diffusion.log_prob_chunk_size, "trim": True}
@@ -169,7 +169,7 @@ class BlockDiffusion(Task):
     ) -> None:
         self.cfg, self.policy, self.examples, self.world = cfg, policy, examples, world
         micro = cfg.block_diffusion.micro_batch_size_per_gpu
-        self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
+        self.shares = Shares(len(examples), samples_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples with fresh noise, a function of (trainer.seed, step, the sample's number in the batch)."""
@@ -179,7 +179,9 @@ class BlockDiffusion(Task):
             numbers = range(first + place, first + place + len(examples))
             passes.append(self.noised(examples, [fold_in(self.cfg.trainer.seed, step, number) for number in numbers]))
         if self.cfg.block_diffusion.loss_agg_mode == "micro-batch-mean":
-            return [replace(part, scale=1 / (max(part.count, 1) * len(passes) * self.world.size)) for part in passes]
+            return [
+                replace(part, scale=1 / (max(part.count, 1) * len(passes) * self.world.data_size)) for part in passes
+            ]
         total = reduce_int(sum(part.count for part in passes), "sum")
         return [replace(part, scale=1 / max(total, 1)) for part in passes]
 

@@ -12,7 +12,6 @@ from phalanx.config.messages import ConfigError
 from phalanx.config.section import copy_with
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.data.unusable import UnusableRows
-from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments, with_tools
@@ -123,9 +122,7 @@ class LM(PolicyKind):
         cfg, talks = self.cfg, self.cfg.talks and self.cfg.rollout.facts.weights == "copy"
         limits = (
             (talks, f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy"),
-            (bool(vars(cfg).get("placement")), "ranks with roles; leave placement out"),
             (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),
-            (cfg.parallel.ulysses_sequence_parallel_size > 1, f"context parallelism; set {KEY} to 1"),
         )
         for unsupported, message in limits:
             if unsupported:
@@ -176,7 +173,7 @@ class LM(PolicyKind):
         rollout: Any = build_rollout(self.cfg, policy, world, decoded, passes, self.environments)
         if split is None:
             return rollout
-        if not isinstance(rollout, LMRollout) or type(rollout).decode is not LMRollout.decode:
+        if not isinstance(rollout, LMRollout):
             raise ConfigError(
                 f"{config:engine}: {config.engine} draws whole responses; expected one with a `session`, which draws "
                 f"tokens, or leave {config:partial_rollout} out"

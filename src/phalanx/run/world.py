@@ -28,6 +28,7 @@ from phalanx.distributed.mesh import (
     World,
     group_of,
     group_timeout,
+    parallel_of,
     role_width,
     shard_size,
 )
@@ -93,6 +94,7 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     choose_interface(whole)
     roles = roles_of(placement or {}, whole)
     role = roles.of(whole.rank)
+    config = parallel_of(config, role)
     launch = roles.launch(role, whole)
     width = role_width(config, launch, role)
     timeout = group_timeout(config.timeout_s)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.distributed.collectives import exchange
 from phalanx.distributed.mesh import World
+from phalanx.functional import looks
 from phalanx.functional.aggregation import Mean
 from phalanx.types import Collected, Prompt, Samples
 
@@ -41,10 +42,13 @@ def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tens
             tensors[f"trace/{field.name}"] = value
         elif isinstance(value, dict):
             tensors |= {f"trace/{field.name}/{name}": tensor for name, tensor in value.items()}
+        elif field.name == "looks" and value is not None:
+            pixels, plain["looks"] = looks.sent(value)
+            tensors |= {f"trace/looks/{name}": tensor for name, tensor in pixels.items()}
         else:
             plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     of_rows = [samples.prompts[i] for i in at.tolist()]
-    prompts = {p.group_id: asdict(replace(p, meta={})) for p in of_rows}
+    prompts = {p.group_id: asdict(replace(p, meta={}, images=())) for p in of_rows}
     plain_values = {
         "trace": plain,
         "prompts": list(prompts.values()),
@@ -67,7 +71,11 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
     hints = get_type_hints(kind)
     for field in fields(kind):
         name = field.name
-        if name in plain_values["trace"]:
+        if name == "looks" and plain_values["trace"].get(name) is not None:
+            begin = "trace/looks/"
+            pixels = {key.removeprefix(begin): tensors.pop(key) for key in list(tensors) if key.startswith(begin)}
+            values[name] = looks.received(pixels, plain_values["trace"][name])
+        elif name in plain_values["trace"]:
             plain = plain_values["trace"][name]
             values[name] = hints[name](**plain) if isinstance(plain, dict) else plain
         elif f"trace/{name}" in tensors:

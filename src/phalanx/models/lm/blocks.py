@@ -19,6 +19,7 @@ from phalanx.models.lm.flex import block_mask
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import load_model, load_tokenizer
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, other_layers, set_checkpointing
+from phalanx.models.lm.packing import Share
 from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -38,28 +39,30 @@ class BlockDiffusionLM(CausalLM):
     ) -> Any:
         """Scores [N] of the states' tokens with weight != 0: see token_scores. The mask token has probability 0.
 
-        With `right`, log-probability, entropy, and [N] bool whether the token is the most likely one. Without `states`,
+        With `right`, log-probability, entropy, and [N] 1 where the token is the most likely one. Without `states`,
         the language model's own forward, with a bool attention_mask [B, 1, Q, K].
         """
         set_checkpointing(self, states is not None and torch.is_grad_enabled())
         if states is None:
             with self._for_decoding():
                 return self.lm(**decoding | {"attention_mask": self._attention_mask(decoding["attention_mask"])})
-        output = decoder_of(self.lm)(
-            input_ids=states.tokens,
-            position_ids=states.positions,
-            attention_mask=self._mask_of(states),
-            use_cache=False,
-        )
         scored = states.weight != 0
         rows, _, _ = scored.nonzero(as_tuple=True)
-        hidden, targets = output.last_hidden_state[rows, states.at[scored]], states.target[scored]
+        at, targets, share = states.at[scored], states.target[scored], None
+        if self.context is None:
+            given = {"position_ids": states.positions, "attention_mask": self._mask_of(states)}
+            output = decoder_of(self.lm)(input_ids=states.tokens, **given, use_cache=False)
+            hidden = output.last_hidden_state[rows, at]
+        else:
+            share = Share.cut(self.context, states.tokens, states.positions, rows, at, mask=states.allowed())
+            output = decoder_of(self.lm)(input_ids=share.ids, use_cache=False, **share.arguments())
+            hidden, targets = output.last_hidden_state.flatten(0, 1)[share.at], targets[share.local]
         head = self.head(output)
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": [self.mask_id]}
-        scores = token_scores(hidden, head, targets, fused=self.fused, **options)
-        if not right:
-            return scores
-        return *scores[:2], self._likeliest_tokens(hidden, head) == targets
+        scores: tuple[Tensor, ...] = token_scores(hidden, head, targets, fused=self.fused, **options)
+        if right:
+            scores = *scores[:2], (self._likeliest_tokens(hidden, head) == targets).float()
+        return scores if share is None else share.whole(scores)
 
     @torch.no_grad()
     def _likeliest_tokens(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:

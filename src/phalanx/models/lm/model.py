@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from phalanx.distributed.context_parallel import ContextGroup
+from phalanx.distributed.context_parallel import KEY, ContextGroup
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import Truncation, sampled_from, token_scores
 from phalanx.models.lm import llada2, packing
@@ -66,7 +66,8 @@ class CausalLM(nn.Module):
             return self.lm(**decoding)
         set_checkpointing(self, torch.is_grad_enabled())
         output, share = outputs_at(self, decoder_of(self.lm), ids, predicting, row, looks)
-        tokens, head = ids[:, 1:][predicting] if share is None else share.tokens, self.head(output)
+        tokens, head = ids[:, 1:][predicting], self.head(output)
+        tokens = tokens if share is None else tokens[share.local]
         hidden = output.last_hidden_state
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
         local = pool if pool is None or share is None else share.part_of_pool(*pool)
@@ -89,8 +90,10 @@ class CausalLM(nn.Module):
         Raises ValueError for a model that does not support this.
         """
         if world.context is not None:
-            self.context = ContextGroup.of(world.context)
-            packing.spread(self.lm, self.context, name)
+            self.context = context = ContextGroup.of(world.context)
+            given, advice = f"{KEY}: {context.size}", "set it to 1"
+            decoder = self.lm if self.vision is None else self.vision.packing(given, advice)
+            packing.spread(decoder, context, name)
 
     def head(self, output: Any) -> Callable[[Tensor], Tensor]:
         """The map of states [N, H] to logits [N, V] of the language model's forward, with its scaling or capping.
@@ -144,19 +147,22 @@ def outputs_at(
     """
     if model.context is not None:
         share = packing.Share.of(model.context, ids, predicting, row)
-        output = decoder(input_ids=share.ids, use_cache=False, **share.arguments())
-        output.last_hidden_state = output.last_hidden_state[share.predicting]
+        if model.vision is None:
+            output = decoder(input_ids=share.ids, use_cache=False, **share.arguments())
+        else:
+            output = model.vision.outputs(ids, row, looks, share)
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[share.at]
         return output, share
-    if model.vision is not None:
-        return model.vision.outputs_at(ids, predicting, row, looks), None
     read = ids[:, :-1]
-    if row is None:
+    if model.vision is not None:
+        output = model.vision.outputs(ids, row, looks)
+    elif row is None:
         # padding is on the right, where a causal model does not attend, so no mask is needed
         output = decoder(input_ids=read, use_cache=False)
-        output.last_hidden_state = output.last_hidden_state[predicting]
-        return output, None
-    output = decoder(input_ids=row.read(read)[None], use_cache=False, **row.arguments(decoder))
-    output.last_hidden_state = output.last_hidden_state[0, row.places[predicting]]
+    else:
+        output = decoder(input_ids=row.read(read)[None], use_cache=False, **row.arguments(decoder))
+    at = predicting if row is None else (0, row.places[predicting])
+    output.last_hidden_state = output.last_hidden_state[at]
     return output, None
 
 

@@ -230,36 +230,62 @@ class Share:
     """This rank's n positions of rows [R, L] that the ranks of `context` share; L is padded to a multiple of the ranks.
 
     ids: [R, n], the tokens at these positions.
-    predicting: [R, n] bool, the N positions on this rank whose next token is scored.
-    tokens: [N], the tokens that follow them.
-    everywhere: [R, L] bool, `predicting` of all ranks.
-    sequences: lengths of the consecutive sequences in a row.
-    positions: [1, n], each position within its sequence.
+    positions: [1, n] or [R, n], each position within its sequence.
+    groups: the consecutive sequences in a row; None if `mask` [R, 1, L, L], bool, says what each position attends to.
+    owners: [N], the rank that scores each scored token.
+    at: [M], the positions in ids.flatten() at which this rank scores one.
     """
 
     context: ContextGroup
     ids: Tensor
-    predicting: Tensor
-    tokens: Tensor
-    everywhere: Tensor
-    sequences: Sequence[int]
     positions: Tensor
+    groups: Sequence[Group] | None
+    mask: Tensor | None
+    owners: Tensor
+    at: Tensor
 
     @classmethod
     def of(cls, context: ContextGroup, ids: Tensor, predicting: Tensor, row: Row | None) -> "Share":
         """This rank's share of samples ids [B, T], with `predicting` [B, T - 1] and `row` as in CausalLM."""
-        read, follows = ids[:, :-1], ids[:, 1:]
-        sequences, places = [read.shape[1]], torch.arange(read.shape[1], device=ids.device)[None]
-        if row is not None:
-            sequences, places = [length for length, _ in row.groups], row.positions
-            read, follows, predicting = (row.read(values)[None] for values in (read, follows, predicting))
-        padding = -read.shape[1] % context.size
-        width = (read.shape[1] + padding) // context.size
-        part = slice(context.place * width, (context.place + 1) * width)
-        padded = [pad(values, (0, padding)) for values in (read, follows, places, predicting)]
-        read, follows, places, everywhere = padded
-        local = everywhere[:, part]
-        return cls(context, read[:, part], local, follows[:, part][local], everywhere, sequences, places[:, part])
+        read = ids[:, :-1]
+        if row is None:
+            places, groups = torch.arange(read.shape[1], device=ids.device)[None], [(read.shape[1], ())]
+            rows, columns = predicting.nonzero(as_tuple=True)
+            return cls.cut(context, read, places, rows, columns, groups=groups)
+        columns = row.places[predicting]
+        rows = torch.zeros_like(columns)
+        return cls.cut(context, row.read(read)[None], row.positions, rows, columns, groups=row.groups)
+
+    @classmethod
+    def cut(
+        cls,
+        context: ContextGroup,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        *,
+        groups: Sequence[Group] | None = None,
+        mask: Tensor | None = None,
+    ) -> "Share":
+        """This rank's share of rows of tokens [R, L], of which those in `rows` and `columns` [N] are scored."""
+        width = -(-tokens.shape[1] // context.size)
+        owners = columns // width
+        at = (rows * width + columns - context.place * width)[owners == context.place]
+        ids, places = (context.part(values, -1) for values in (tokens, positions))
+        return cls(context, ids, places, groups, mask, owners, at)
+
+    @property
+    def length(self) -> int:
+        """Length of the rows without padding."""
+        if self.mask is not None:
+            return self.mask.shape[-1]
+        return sum(first + sum(rest) for first, rest in self.groups or ())
+
+    @property
+    def local(self) -> Tensor:
+        """[N] bool: the scored tokens that this rank scores."""
+        return self.owners == self.context.place
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of a decoder's forward, besides the tokens `ids`; see Row.arguments."""
@@ -267,25 +293,19 @@ class Share:
         return {"position_ids": self.positions, "attention_mask": lost, "share": self}
 
     def whole(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Gather values [N] of each rank to those of all ranks, in the order of `everywhere`."""
-        zeros = values[0].new_zeros(self.predicting.shape)
-        dense = torch.stack([zeros.masked_scatter(self.predicting, value) for value in values])
-        return self.context.gather(dense, -1)[:, self.everywhere].unbind(0)
-
-    @property
-    def _owners(self) -> Tensor:
-        """The rank of each value, in the order of `everywhere`."""
-        ranks = torch.arange(self.everywhere.shape[1], device=self.ids.device) // self.predicting.shape[1]
-        return ranks.expand_as(self.everywhere)[self.everywhere]
+        """Gather values [M] of each rank to those of all scored tokens [N]."""
+        zeros = values[0].new_zeros(self.owners.shape)
+        dense = torch.stack([zeros.masked_scatter(self.local, value) for value in values])
+        of_ranks = self.context.gather(dense[None], 0)  # [ranks, values, N]
+        return of_ranks.take_along_dim(self.owners[None, None], 0)[0].unbind(0)
 
     def part_of_pool(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the kept tokens of all ranks, see TokenTrace.pool."""
-        local = self._owners == self.context.place
-        return kept[local.repeat_interleave(counts)], counts[local]
+        return kept[self.local.repeat_interleave(counts)], counts[self.local]
 
     def whole_pool(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept tokens of all ranks, in the order of `everywhere`, from this rank's."""
-        [counts], owners = self.whole([counts]), self._owners
+        """The kept tokens of all scored tokens, from this rank's."""
+        [counts], owners = self.whole([counts]), self.owners
         totals = counts.new_zeros(self.context.size).index_add(0, owners, counts)
         every = self.context.gather(pad(kept, (0, int(totals.max()) - len(kept))), 0).view(self.context.size, -1)
         order = owners.argsort(stable=True)  # of the values, as the ranks one after the other have them
@@ -303,15 +323,18 @@ class Share:
         size = self.context.size
         # repeat the heads of keys and values until the ranks can divide them equally
         times = size // math.gcd(size, key.shape[1])
-        length, parts = sum(self.sequences), []
+        length, parts = self.length, []
         for states in (query, key, value):
             if states is not query and times > 1:
                 states = states.repeat_interleave(times, 1)
             parts.append(self.context.exchange(states, 1, 2)[:, :, :length])
         query, key, value = parts
         with _query_groups(module, query.shape[1] // key.shape[1]):
-            output = _one_by_one(attend, query, key, value, [(length, ()) for length in self.sequences], window)
-        padding = self.everywhere.shape[1] - length
+            if self.groups is None:
+                output = attend(query, key, value, self.mask)
+            else:
+                output = _one_by_one(attend, query, key, value, self.groups, window)
+        padding = self.ids.shape[1] * size - length
         return self.context.exchange(pad(output, (0, 0, 0, 0, 0, padding)), 1, 2)
 
 

@@ -9,8 +9,10 @@ features do not depend on the rest of the batch. A trained tower encodes all pro
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from io import BytesIO
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +27,18 @@ from phalanx.config.messages import cut
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.engines.transformers import image_tokens, load_processor
+from phalanx.functional.looks import Features as Features
+from phalanx.functional.looks import Look as Look
 from phalanx.media.pictures import Picture
 from phalanx.models.lm.chat import rendered
 from phalanx.models.lm.model import decoder_of
-from phalanx.models.lm.packing import Row
+from phalanx.models.lm.packing import Row, Share
 from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.trained import Beside
 from phalanx.types import Prompt
 
 MOST_TEXTS = 2**16  # limit of rendered prompts that are kept
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # a processor's outputs per token
-
-
-@dataclass(frozen=True)
-class Features:
-    """The tower's output for the images of a prompt with n placeholders.
-
-    kind: class of the output. listed: its pooler_output is a tuple, with a tensor for each image. pooled: [n, H].
-    deep: inputs of deeper layers (DeepStack), [n, H] each.
-    """
-
-    kind: type
-    listed: bool
-    pooled: Tensor
-    deep: tuple[Tensor, ...]
-
-
-@dataclass(eq=False)
-class Look:
-    """The images of a prompt; all samples of the prompt share one object.
-
-    inputs: the processor's outputs except those per token, on the CPU.
-    positions: [3 or 1, P], of the prompt's tokens. following: position of the first token after them.
-    count: number of placeholders among the tokens. short: the tokens with only one placeholder per image.
-    seen: features that frozen towers computed, by the towers' names.
-    """
-
-    inputs: dict[str, Tensor]
-    positions: Tensor
-    following: int
-    count: int
-    short: list[int]
-    pictures: tuple[Picture, ...]
-    seen: dict[str, Features] = field(default_factory=dict)
 
 
 class Vision:
@@ -94,12 +65,14 @@ class Vision:
         self.never = tuple({self.image, int(settings.get("video_token_id") or self.image)})
         self.dummy: dict[str, Tensor] = {}  # see unseen
 
-    def packing(self) -> Any:
-        """The module whose attention packs samples into one row. Raises ValueError for a model without causal masks."""
+    def packing(self, given: str = "model.use_remove_padding: true", advice: str = "set it to false") -> Any:
+        """The module whose attention packs samples into one row, or computes rows that ranks share. Raises ValueError
+        for a model without causal masks; `given`: the setting that requires it.
+        """
         if self.family.types:
             raise ValueError(
-                f"model.use_remove_padding: true needs causal attention, and the tokens of an image of a {self.name} "
-                "attend to each other in both directions; set it to false"
+                f"{given} needs causal attention, and the tokens of an image of a {self.name} attend to each other in "
+                f"both directions; {advice}"
             )
         return self.decoder
 
@@ -185,23 +158,33 @@ class Vision:
 
     # -- passes -----------------------------------------------------------------------------------
 
-    def outputs_at(self, ids: Tensor, predicting: Tensor, row: Row | None, looks: Sequence[Look | None] | None) -> Any:
-        """See phalanx.models.lm.model.outputs_at; `looks` [B]: the images of the samples' prompts."""
+    def outputs(
+        self, ids: Tensor, row: Row | None, looks: Sequence[Look | None] | None, share: Share | None = None
+    ) -> Any:
+        """The model's output below the head for samples ids [B, T]; `looks` [B]: the images of their prompts.
+
+        See phalanx.models.lm.model.outputs_at. share: the decoder computes this rank's positions only.
+        """
         read = ids[:, :-1]
         looks = [None] * len(ids) if looks is None else looks
         at = self.positions(looks, read.shape[1]).to(ids.device)
-        if row is None:
-            output = self.model(**self.inputs(read, looks), position_ids=at, use_cache=False)
-            output.last_hidden_state = output.last_hidden_state[predicting]
-            return output
-        layout = row.arguments(self.decoder)
-        if self.family.rotary:
-            # the first row is that of text positions, by which transformers detects where samples begin
-            layout["position_ids"] = torch.cat([row.positions[None], row.read(at)[:, None]])
-        inputs = self.inputs(row.read(read)[None], [looks[sample] for sample in row.first])
-        output = self.model(**inputs, **layout, use_cache=False)
-        output.last_hidden_state = output.last_hidden_state[0, row.places[predicting]]
-        return output
+        layout: dict[str, Any] = {"position_ids": at}
+        if row is not None:
+            layout = row.arguments(self.decoder)
+            if self.family.rotary:
+                # the first row is that of text positions, by which transformers detects where samples begin
+                layout["position_ids"] = torch.cat([row.positions[None], row.read(at)[:, None]])
+            read, looks = row.read(read)[None], [looks[sample] for sample in row.first]
+        if share is None:
+            return self.model(**self.inputs(read, looks), **layout, use_cache=False)
+        # images are embedded on each rank, and their gradient is of the positions that the rank's decoder reads
+        shared = share.arguments()
+        del shared["position_ids"]
+        cut = self.decoder.register_forward_pre_hook(partial(_own_positions, share), with_kwargs=True)
+        try:
+            return self.model(**self.inputs(read, looks), **layout | shared, use_cache=False)
+        finally:
+            cut.remove()
 
     def inputs(self, ids: Tensor, looks: Sequence[Look | None]) -> dict[str, Any]:
         """Arguments of the model's forward for tokens and the images among them."""
@@ -345,6 +328,19 @@ class Reader:
             at, delta = self.vision.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
             positions, following = at[:, 0], following + int(delta)
         return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures))
+
+
+def _own_positions(share: Share, decoder: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a decoder for the positions of a rank, from those for all of them."""
+    changed: dict[str, Any] = {"inputs_embeds": share.context.part(given["inputs_embeds"], 1)}
+    changed["position_ids"] = share.context.part(given["position_ids"], -1)
+    seen = given.get("visual_pos_masks")
+    if seen is not None:
+        changed["visual_pos_masks"] = share.context.part(seen, 1)
+        rank = torch.arange(seen.shape[1], device=seen.device) // share.ids.shape[1]
+        chosen = rank.expand_as(seen)[seen] == share.context.place  # [n], of the placeholders
+        changed["deepstack_visual_embeds"] = list(map(itemgetter(chosen), given["deepstack_visual_embeds"]))
+    return args, given | changed
 
 
 def named(prompt: Prompt) -> str:

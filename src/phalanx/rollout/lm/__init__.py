@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from phalanx.config.engines import BLOCK_ENGINES, engine_class, is_session
+from phalanx.config.engines import BLOCK_ENGINES, KEY, engine_class, is_session
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.lm import ENGINES, LMRunConfig
 from phalanx.config.messages import ConfigError
@@ -25,6 +25,11 @@ def check_entry(kind: Any, name: str) -> None:
         check_call(kind, name)
     else:
         check_class(kind, name, "passes", "phalanx.rollout.lm.in_policy.LMRollout")
+        if issubclass(kind, LMRollout) and "decode" in dir(kind):
+            raise ConfigError(
+                f"{KEY}: {name!r}: nothing calls its `decode`; override `session`, which draws tokens, or "
+                "`drawn_sample`, which makes a sample of them"
+            )
 
 
 def build_rollout(

@@ -139,7 +139,7 @@ class Talks:
     def held(
         self, rollout: Any, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
-        """Hold a conversation for each prompt; see LMRollout.decode, of `rollout`."""
+        """Hold a conversation for each prompt; `rollout` is an LMRollout."""
         talks = on_all_ranks(lambda: self._begin(prompts, names), JobError)
         return on_all_ranks(lambda: self._converse(rollout, talks, names, decoding), JobError)
 
@@ -244,11 +244,6 @@ class Talks:
 
     def trace(self, trace: TokenTrace, drawn: Sequence[Conversed]) -> TokenTrace:
         """Mark the tokens that the model drew. Raises JobError if there are none on any rank."""
-        if not all(isinstance(sample, Conversed) for sample in drawn):
-            raise JobError(
-                "rollout.engine: its `decode` makes samples of a single turn; expected those of LMRollout.decode, or "
-                "no environment"
-            )
         if reduce_int(sum(sample.length for sample in drawn), "sum") == 0:
             raise JobError(
                 "environment: no sample of this step has a token; expected prompts, including what reset adds, of at "

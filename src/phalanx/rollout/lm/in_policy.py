@@ -175,7 +175,7 @@ class LMRollout:
         """
         if self.policy.vision is not None:
             self._held = on_all_ranks(lambda: [self.policy.look(prompt) for prompt in prompts])
-        draw, together = self.decode, self.micro_batch_size
+        draw, together = self._decode, self.micro_batch_size
         if self.world.context is not None:
             draw, together = self._decode_shares, together * self.world.context_size
         parts = [slice(start, start + together) for start in range(0, len(prompts), together)]
@@ -214,20 +214,25 @@ class LMRollout:
         fixed = self.config.micro_batch_size_per_gpu is not None
         if fixed if self.config.refill is None else not self.config.refill:
             return False
-        alone = self.world.context is None and self.talks is None and not self.facts.exclusive
-        return alone and type(self).decode is LMRollout.decode
+        return self.world.context is None and self.talks is None and not self.facts.exclusive
 
     def _decode_shares(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
-        """As `decode`, for ranks that hold the same samples: each rank draws a part, and all return all of them."""
+        """As `_decode`, for ranks that hold the same samples: each rank draws a part, and all return all of them."""
         assert self.world.context is not None
         context = ContextGroup.of(self.world.context)
         share = -(-len(prompts) // context.size)
         # all ranks draw equally many samples; the padding of the last ranks is dropped
         places = [min(context.place * share + i, len(prompts) - 1) for i in range(share)]
-        drawn = self.decode([prompts[i] for i in places], [names[i] for i in places], decoding)
-        return list(chain.from_iterable(context.objects(drawn)))[: len(prompts)]
+        drawn = self._decode([prompts[i] for i in places], [names[i] for i in places], decoding)
+        # an environment's images travel; each rank has read those of the prompts
+        travels, local, every = self.talks is not None, [], []
+        for one in drawn:
+            local.append(replace(one, look=one.look.alone() if one.look and travels else None))
+        for one, prompt in zip(chain.from_iterable(context.objects(local)), prompts, strict=False):
+            every.append(one if travels else replace(one, look=self.policy.look(prompt)))
+        return every
 
     @cached_property
     def session(self) -> Session:
@@ -237,11 +242,11 @@ class LMRollout:
         rows, scores = self.micro_batch_size, not self.exact
         return PolicySession(module, self.policy.settings, self.world.device, rows, prefill, scores=scores)
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        """Draw a response for each prompt, all together; a user's engine may override this.
+    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
+        """Draw a response for each prompt, all together.
 
         The random numbers of each response are a function of its entry in `names` (phalanx.distributed.seed). Repeated
-        prompts have the same `group_id`. With `facts` that are not exact, each Drawn has the `log_probs` of its tokens.
+        prompts have the same `group_id`.
         """
         if self.talks is not None:
             # turns, answered by an environment or tools
@@ -276,7 +281,7 @@ class LMRollout:
         return request
 
     def drawn_sample(self, request: Request) -> Drawn:
-        """The sample of a request that is over."""
+        """The sample of a request that is over; with `facts` that are not exact, with the log-probs of its tokens."""
         response, scores = request.tokens, () if self.exact else request.log_probs
         return Drawn(request.prompt, response, self.text(request), request.cut, scores, look=request.look)
 

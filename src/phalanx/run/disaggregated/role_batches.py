@@ -20,6 +20,8 @@ def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPla
         return plan
     parts = cfg.rollout.parts if cfg.rollout.schedule == "pipelined" else 1
     prompts, ranks = plan.samples // cfg.rollout.n, len(roles.ranks[role])
+    if role == ACTOR:
+        ranks = cfg.parallel.data_ranks(ranks)
     if prompts % parts:
         near = near_divisors(prompts, parts)
         raise ConfigError(f"rollout.parts: {parts} does not divide the {prompts} prompts of a step; nearest: {near}")

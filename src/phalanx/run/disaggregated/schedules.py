@@ -15,7 +15,7 @@ from phalanx.config.run import RLConfig
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.mesh import ROLLOUT, World
 from phalanx.exit import Stopped
-from phalanx.run.disaggregated.wire import Mail, deserialize_records, routes
+from phalanx.run.disaggregated.wire import Mail, deserialize_records
 from phalanx.run.link import VALIDATION, Order
 from phalanx.telemetry.timers import Timers
 from phalanx.training.components import Records, TrainedPolicy
@@ -46,13 +46,13 @@ class Schedule:
         """
         self.cfg, self.plan, self.world, self.policy, self.timers = cfg, plan, world, policy, timers
         self.weights, self.validates = weights, held_out
-        self.mail = Mail(world, policy.trace_type, plan.samples)
+        self.mail = Mail(world, policy.trace_type, plan.samples, world.context_size)
         self.link = self.mail.link
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         """See phalanx.training.components.Sampling."""
         self.total_steps = total_steps
-        self.link.connect(routes(self.link.roles.ranks, self.plan.samples))
+        self.link.connect(self.mail.routes)
         self.link.compare(self.policy.trained.shapes)
 
     def collect(self, step: int, chunk: int) -> Collected:
@@ -149,7 +149,8 @@ class OneStepOffSchedule(Schedule):
                 self._drawn = self.receive(self._at)
             except Stopped:  # the rollout ranks stopped before they finished the samples
                 return None
-        return serialize(self._drawn, slice(None))
+        # once of those that several ranks train
+        return None if self.world.rank % self.world.context_size else serialize(self._drawn, slice(None))
 
     def _join_received(self, kept: Sequence[Tensor]) -> Collected | None:
         parts = [deserialize(data, self.policy.trace_type, self.world.device)[0] for data in kept]

@@ -24,10 +24,10 @@ class Share:
     last: int
 
 
-def shares(ranks: Sequence[int], samples: int) -> list[Share]:
-    """Divide `samples` equally among the ranks of a role."""
-    each = samples // len(ranks)
-    return [Share(rank, i * each, (i + 1) * each) for i, rank in enumerate(ranks)]
+def shares(ranks: Sequence[int], samples: int, together: int = 1) -> list[Share]:
+    """Divide `samples` equally among the ranks of a role, of which `together` neighbours have the same ones."""
+    each = samples * together // len(ranks)
+    return [Share(rank, i // together * each, (i // together + 1) * each) for i, rank in enumerate(ranks)]
 
 
 def overlaps(share: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, int]]:
@@ -38,15 +38,18 @@ def overlaps(share: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, 
             yield other.rank, first, last
 
 
-def stages(ranks: Mapping[str, Sequence[int]], samples: int) -> dict[str, list[Share]]:
-    """The shares of each role's ranks, in the order in which samples pass through the roles."""
-    return {role: shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks}
+def stages(ranks: Mapping[str, Sequence[int]], samples: int, together: int = 1) -> dict[str, list[Share]]:
+    """The shares of each role's ranks, in the order in which samples pass through the roles. together: ranks of the
+    actor that train the same samples.
+    """
+    result = {role: shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE) if role in ranks}
+    return result | {ACTOR: shares(ranks[ACTOR], samples, together)}
 
 
-def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, int]]:
+def routes(ranks: Mapping[str, Sequence[int]], samples: int, together: int = 1) -> list[tuple[int, int]]:
     """All pairs (source, receiver) of ranks that exchange samples or validations between these roles."""
     links = []
-    for sources, receivers in pairwise(stages(ranks, samples).values()):
+    for sources, receivers in pairwise(stages(ranks, samples, together).values()):
         for source in sources:
             links += [(source.rank, receiver) for receiver, _, _ in overlaps(source, receivers)]
     validation = (ranks[ROLLOUT][0], ranks[ACTOR][0])
@@ -56,10 +59,13 @@ def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, 
 class Mail:
     """The parcels that this rank receives from the role before its own, and those that it sends to the next one."""
 
-    def __init__(self, world: World, kind: type, samples: int) -> None:
-        """kind: the class of traces. samples: number of samples in one part of a step, over all ranks."""
+    def __init__(self, world: World, kind: type, samples: int, together: int) -> None:
+        """kind: the class of traces. samples: number of samples in one part of a step, over all ranks. together: see
+        `stages`.
+        """
         self.link, self._kind, self._device = link_of(world), kind, world.device
-        of_roles = stages(self.link.roles.ranks, samples)
+        self.routes = routes(self.link.roles.ranks, samples, together)
+        of_roles = stages(self.link.roles.ranks, samples, together)
         self.own = of_roles[world.role][world.rank]
         order, at = list(of_roles.values()), list(of_roles).index(world.role)
         self._senders = order[at - 1] if at > 0 else []

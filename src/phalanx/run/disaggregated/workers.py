@@ -17,7 +17,7 @@ from phalanx.distributed.mesh import INFERENCE, ROLLOUT, World
 from phalanx.exit import Stopped, speak_for_role
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.rescore import rescore
-from phalanx.run.disaggregated.wire import Mail, routes, serialize_records, stopped
+from phalanx.run.disaggregated.wire import Mail, serialize_records, stopped
 from phalanx.run.link import VALIDATION, Order
 from phalanx.run.start import JobComponents
 from phalanx.run.telemetry.profiles import Profiler
@@ -56,7 +56,8 @@ class Worker(ABC):
         if cfg.trainer.profile_steps:
             self.timers.profiler = Profiler(cfg.trainer, world, self.timers)
         self.pace = Pace(self.timers)
-        self.mail = Mail(world, policy.trace_type, plan.samples)
+        together = cfg.parallel.ulysses_sequence_parallel_size
+        self.mail = Mail(world, policy.trace_type, plan.samples, together)
         self.link = self.mail.link
 
     def run(self, report: object = None) -> None:
@@ -70,7 +71,7 @@ class Worker(ABC):
         link.meet()  # as in Job.run
         self.world.watch.listen()
         speak_for_role()
-        link.connect(routes(link.roles.ranks, self.plan.samples))
+        link.connect(self.mail.routes)
         link.compare(trained.shapes)
         while True:
             with self.timers("idle"):

@@ -18,17 +18,11 @@ RULES = (
     Rule(_CONTEXT, JOINT, "Joint runs do not support context parallelism.",
          _shares,
          _SIZE + "is only for jobs with one policy; set it to 1"),
-    Rule(f"{_CONTEXT} model.block_size", LM, "Block diffusion does not support context parallelism.",
-         lambda c: _shares(c) and c.model.block_size is not None,
-         _SIZE + "is only for flow models and autoregressive language models; set it to 1"),
     Rule(f"{_CONTEXT} model.attn_implementation", LM,
          "Context parallelism of language models supports torch's SDPA and eager attention.",
          lambda c: _shares(c) and c.model.attn_implementation not in ("sdpa", "eager"),
          _SIZE + "does not work with {c.model:attn_implementation=}; expected sdpa or "
          "eager"),
-    Rule(f"{_CONTEXT} parallel.expert_parallel", LM, "Context parallelism excludes expert parallelism.",
-         lambda c: _shares(c) and c.parallel.expert_parallel,
-         _SIZE + "does not work with parallel.expert_parallel; set one of them back to its default"),
     Rule(_CONTEXT, SAMPLE, "`tasks/sample.py` does not support context parallelism.",
          _shares,
          _SIZE + "is only for training; here ranks sample different prompts, so set it to 1"),
@@ -56,15 +50,9 @@ RULES = (
          and (c.model.use_remove_padding is False or c.model.attn_implementation != "sdpa"),
          "{c.model:use_prefix_grouper}: true needs {c.model:use_remove_padding}=true and "
          "{c.model:attn_implementation}=sdpa"),
-    Rule(f"{_CONTEXT} model.use_prefix_grouper", LM, "Context parallelism does not share prompts between samples.",
-         lambda c: _shares(c) and c.model.use_prefix_grouper,
-         _SIZE + "does not work with {c.model:use_prefix_grouper}; set one of them back to its default"),
 )  # fmt: skip
 
 LAUNCH_RULES = (
-    Rule(f"{_CONTEXT} placement", RUN, "Context parallelism needs ranks that both sample and train.",
-         lambda c, w: _shares(c) and w.apart,
-         _SIZE + "does not work with placement; set one of them back to its default"),
     Rule(_CONTEXT, RUN, "The number of ranks that share samples divides the number of ranks of a node.",
          lambda c, w: (
              w.node % c.parallel.ulysses_sequence_parallel_size

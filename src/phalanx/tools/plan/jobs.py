@@ -102,11 +102,13 @@ def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Rehearsal]:
 def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Rehearsal:
     """The part of the job that the ranks of a role run, which are a separate world."""
     launch = roles.launch(role, cluster.launch)
-    plan = kind_of(cfg).plan(len(roles.ranks[ACTOR]))  # the actor's is of the whole step, those of others of a part
+    plan = kind_of(cfg).plan(
+        cfg.parallel.data_ranks(len(roles.ranks[ACTOR]))
+    )  # the actor's is of the whole step, those of others of a part
     if role != ACTOR:
         plan = of_role(plan, cfg, roles, role)
     width, node = mesh.role_width(cfg.parallel, launch, role), launch.local_world_size
-    cfg = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
+    cfg = replace(cfg, parallel=replace(mesh.parallel_of(cfg.parallel, role), fsdp_size=width))
     smaller = replace(cluster, nodes=launch.world_size // node, per_node=node)
     rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
     return planned(cfg, smaller, plan=plan, role=role, rescores=rescores)
