@@ -250,6 +250,7 @@ class RunConfig:
     """Sections that every training job has."""
 
     kind: ClassVar[str] = ""  # the kind of its policy, or of its job: see KINDS of phalanx.run.kind
+    runs: ClassVar[dict[str, Any]] = {}  # of a sweep: the configuration of each run by its name
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -257,6 +258,11 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sweep: dict[str, Any] = arg(
+        {},
+        "keys with lists of values, such as {optim.lr: [1e-4, 3e-4]}: a LoRA is trained for each combination, all on one "
+        "base, each in a folder of its own below trainer.output_dir, see docs/sweeps.md",
+    )
 
     def __post_init__(self) -> None:
         """Accept any engine: jobs that read another run's configuration, such as an export, do not need its engine."""

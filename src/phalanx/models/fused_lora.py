@@ -10,6 +10,7 @@ in bfloat16. If the input has enough rows, each pass computes this sum, which th
 Passes with and without gradients use the same operations.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
 from phalanx.models.linear import PLAIN, Nf4Linear, OneDnnLinear, dense, product
+from phalanx.models.meeting import adapters_now
 
 # Merge if the input's products with the LoRA's two matrices cost at least this many times the product of the two.
 MIN_GAIN = 4
@@ -31,10 +33,22 @@ def fuse(module: nn.Module) -> None:
 
 
 class FusedLinear(Linear):
-    """peft's linear layer with a LoRA, fused if it is a plain LoRA."""
+    """peft's linear layer with a LoRA, fused if it is a plain LoRA. beside: this layer with each adapter of the base."""
+
+    beside: "Sequence[FusedLinear]" = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out]; computed by peft in cases that `_is_plain` excludes."""
+        rows = adapters_now()
+        if not rows or self.disable_adapters or not self.beside:
+            return self._of_one(x, *args, **kwargs)
+        # rows of the batch are outermost, whatever else has been folded into the first dim
+        each = len(x) // sum(rows.values())
+        parts = x.split([each * count for count in rows.values()])
+        pairs = zip(rows, parts, strict=True)
+        return torch.cat([self.beside[adapter]._of_one(part, *args, **kwargs) for adapter, part in pairs])
+
+    def _of_one(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or args or kwargs or not self._is_plain(x):
             return super().forward(x, *args, **kwargs)
         [name] = self.active_adapters

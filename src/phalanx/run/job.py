@@ -21,6 +21,7 @@ from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
+from phalanx.models.meeting import pause
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.run.telemetry.curves import read_metrics
@@ -139,7 +140,7 @@ class Job:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
                 self._run_loop(fit, report)
         finally:
-            folder_lock.release()
+            folder_lock.release(self.output_dir)
         stop_world()
 
     def _run_loop(self, fit: Callable[[], None], report: Callable[[Path], object] | None) -> None:
@@ -180,6 +181,7 @@ class Job:
                 log.info("validating on %d prompts", self.sampling.validates)
             self.logger.log(0, self.validate(0) | self.timers.pop())
         for step in range(self.progress.step, self.total_steps):
+            pause()
             self.stops.begin()
             with self.timers.training_step(step + 1):
                 yield step

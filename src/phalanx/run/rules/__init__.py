@@ -6,11 +6,13 @@ also depend on the ranks, and MODEL_RULES on the section `model` of the run whos
 Constraints on a single key are in its schema; rules that depend on files or tensors are checked where these are read.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.config.load import load
 from phalanx.config.messages import ConfigError
+from phalanx.config.sweep import runs_of
 from phalanx.run.rules import (
     algorithm_rules,
     batch_rules,
@@ -58,9 +60,20 @@ def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, 
 
 
 def load_config(schema: type[T], path: str | None, overrides: list[str]) -> T:
-    """Load a configuration, see phalanx.config.load.load, and check RULES. Raises ConfigError."""
-    config = load(schema, path, overrides)
-    check(config)
+    """Load a configuration, see phalanx.config.load.load, and check RULES. Raises ConfigError.
+
+    That of a sweep has those of its runs as `runs`.
+    """
+
+    def loaded(words: Sequence[str] = (), **fixed: Any) -> T:
+        config = load(schema, path, [*overrides, *words])
+        vars(config).update(fixed)
+        check(config)
+        return config
+
+    config = loaded()
+    if vars(config).get("sweep"):
+        vars(config)["runs"] = runs_of(config, partial(loaded, sweep={}))
     return config
 
 
