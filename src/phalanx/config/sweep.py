@@ -10,11 +10,16 @@ from phalanx.config.messages import ConfigError, cut
 
 T = TypeVar("T")
 # Keys that a sweep may list: sections, or single keys. All others belong to the base, or to the sweep as a whole.
-SWEPT = ("optim", "algorithm", "actor", "rollout", "reward", "flow_matching", "block_diffusion", "data.seed")
-SWEPT += ("data.train_batch_size", "data.train_batch_size_per_gpu", "trainer.seed", "trainer.total_training_steps")
-# keys in these sections of which the policy or the sampling engine is made
-FIXED = ("algorithm.name", "rollout.engine", "rollout.schedule", "actor.detach_uncond", "actor.log_prob_chunk_size")
-FIXED += ("actor.use_dynamic_bsz", "reward.model")
+SWEPT = (
+    *("optim", "algorithm", "actor", "rollout", "reward", "flow_matching", "block_diffusion", "data.seed"),
+    *("data.train_batch_size", "data.train_batch_size_per_gpu", "trainer.seed", "trainer.total_training_steps"),
+)
+# keys in these sections on which the policy depends that the runs share, or how the keys are read
+FIXED = (
+    *("algorithm.name", "rollout.engine", "rollout.schedule", "rollout.temperature", "rollout.top_k", "rollout.top_p"),
+    *("rollout.min_p", "actor.detach_uncond", "actor.log_prob_chunk_size", "actor.log_prob_estimate"),
+    *("actor.use_dynamic_bsz", "reward.model"),
+)
 MOST = 64  # runs of a sweep
 
 
@@ -22,7 +27,7 @@ def runs_of(config: Any, load: Callable[[list[str]], T]) -> dict[str, T]:
     """The configuration of each run by its name, which is also that of its folder. load: loads the configuration with
     further `key=value` overrides. Raises ConfigError for keys and values that a sweep cannot have.
     """
-    lists = dict(_lists(config.sweep))
+    lists = config.sweep
     for key, values in lists.items():
         _check(key, values)
     trainer, runs = config.trainer, dict[str, T]()
@@ -43,22 +48,23 @@ def runs_of(config: Any, load: Callable[[list[str]], T]) -> dict[str, T]:
     return runs
 
 
-def _lists(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted keys of `sweep` and their values: a file may write `optim.lr: [...]` or `optim: {lr: [...]}`."""
     for name, value in sweep.items():
         if isinstance(value, Mapping):
-            yield from _lists(value, f"{prefix}{name}.")
+            yield from dotted(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
 def _check(key: str, values: Any) -> None:
-    allowed = any(key == known or key.startswith(f"{known}.") for known in SWEPT)
-    if not allowed or any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
+    if not any(key == known or key.startswith(f"{known}.") for known in SWEPT):
         raise ConfigError(
             f"sweep.{key}: all runs of a sweep share the model, the ranks and the data; expected keys of "
-            f"{', '.join(SWEPT)}, without {', '.join(FIXED)}"
+            f"{', '.join(SWEPT[:-1])} or {SWEPT[-1]}"
         )
+    if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
+        raise ConfigError(f"sweep.{key}: what all runs of a sweep share depends on it; expected a sweep for each value")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"sweep.{key}: expected a list of values, got {cut(json.dumps(values))}")
 

@@ -13,9 +13,9 @@ The order of calls in an optimizer step:
     reduce_gradients, clip_gradients, finite, the optimizer's step, copy_to_module
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class Sharded:
         """The same for a copy of the module with other parameters where they are trained, which are replicated; they
         get the values of the optimizer's tensors. dtype: see __init__.
         """
-        other = copy.copy(self)
+        other = shallow_copy(self)
         other.module, other._copies, other.parameters = module, {}, {}
         for name, p in _trainable_parameters(module).items():
             p.data = self.parameters[name].detach().clone()

@@ -33,7 +33,7 @@ def fuse(module: nn.Module) -> None:
 
 
 class FusedLinear(Linear):
-    """peft's linear layer with a LoRA, fused if it is a plain LoRA. beside: this layer with each adapter of the base."""
+    """peft's linear layer with a LoRA, fused if it is a plain LoRA. beside: the layer with each LoRA of its base."""
 
     beside: "Sequence[FusedLinear]" = ()
 

@@ -79,7 +79,7 @@ class Meeting:
             self._gates[self._due.pop(0)].release()
 
     def _answer(self) -> None:
-        groups: dict[Hashable, list[int]] = defaultdict(list)
+        groups: dict[tuple[Hashable, bool], list[int]] = defaultdict(list)
         for number in self._live:
             request = self._requests[number]
             groups[request.key, request.grad].append(number)

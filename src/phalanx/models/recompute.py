@@ -20,9 +20,7 @@ def recompute(blocks: Sequence[nn.Module]) -> Callable[..., Any]:
     def run(block: nn.Module, *inputs: Any) -> Any:
         if "recomputed" in vars(block):
             again = partial(adapters, adapters_now())
-            return checkpoint(
-                block.__call__, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
-            )
+            return checkpoint(block.__call__, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
         return block(*inputs)
 
     return run

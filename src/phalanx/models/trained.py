@@ -107,7 +107,9 @@ class TrainedModel:
             return self._run(function, *args)
         leaves, spec = tree_flatten(args)
         method = function.__func__ if isinstance(function, MethodType) else type(function)
-        key = method, str(spec), is_off(self.module), *(_form(leaf) for leaf in leaves)
+        key: Any = method, str(spec), is_off(self.module), *map(_form, leaves)
+        if len(set(_rows(args))) > 1:  # not all tensors have the rows of the batch
+            key = self.adapter
         return seat.ask(key, (self, function, args), _together)
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -121,10 +123,13 @@ class TrainedModel:
         else:
             seat.backward(loss)
 
-    def with_adapters(self, seeds: Sequence[int], targets: Sequence[str]) -> "list[TrainedModel]":
+    def with_adapters(
+        self, seeds: Sequence[int], targets: Sequence[str], *, shares: bool = True
+    ) -> "list[TrainedModel]":
         """Models with their own LoRA on the frozen base of this one, which is the first of them. None has been trained.
 
-        seeds: those of their weights. targets: default of model.target_modules. They share passes in a sweep.
+        seeds: those of their weights. targets: default of model.target_modules. shares: whether they share passes, for
+        functions that `run` calls with the batch as the first dim of all tensors, and of those that they return.
         """
         frozen = {id(t): t for t in (*self.module.parameters(), *self.module.buffers()) if not t.requires_grad}
         models = [self]
@@ -139,7 +144,7 @@ class TrainedModel:
             models.append(other)
         share_layers([model.module for model in models])
         for model in models:
-            model.shares = True
+            model.shares = shares
         return models
 
     def unsharded(self) -> AbstractContextManager[None]:
@@ -238,12 +243,19 @@ def _together(calls: list[tuple[TrainedModel, Callable[..., Any], tuple[Any, ...
     model, function, args = calls[0]
     if len(calls) == 1:
         return [model._run(function, *args)]
-    leaves = [tree_leaves(args) for _, _, args in calls]
-    counts = [len(next(leaf for leaf in each if isinstance(leaf, Tensor))) for each in leaves]
-    merged = [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in map(list, zip(*leaves, strict=True))]
-    rows = {call[0].adapter: count for call, count in zip(calls, counts, strict=True)}
+    spec, counts, rows = tree_structure(args), list[int](), dict[int, int]()
+    for one, _, given in calls:
+        counts.append(_rows(given)[0])
+        rows[one.adapter] = counts[-1]
+    merged: list[Any] = []
+    for same in zip(*(tree_leaves(given) for _, _, given in calls), strict=True):
+        merged.append(torch.cat(same) if isinstance(same[0], Tensor) else same[0])
     with adapters(rows):
-        out = model._run(function, *tree_unflatten(merged, tree_structure(args)))
+        out = model._run(function, *tree_unflatten(merged, spec))
     parts, spec = tree_flatten(out)
-    split = [part.split(counts) for part in parts]
-    return [tree_unflatten(list(each), spec) for each in zip(*split, strict=True)]
+    return [tree_unflatten(each, spec) for each in zip(*(part.split(counts) for part in parts), strict=True)]
+
+
+def _rows(args: Any) -> list[int]:
+    """The first dim of each tensor in the arguments of a pass: the rows of its batch."""
+    return [len(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.meeting import Meeting
+from phalanx.run.cli import RUN
+from phalanx.run.kind import kind_of
+from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.run.world import stop_world
+from phalanx.telemetry.loggers import check_loggers
 from phalanx.training.components import Training
 from phalanx.types import JobError
 
@@ -36,7 +41,11 @@ class Sweep:
 
     def __init__(self, build: Callable[[Any], Training], cfg: RunConfig) -> None:
         """Build the jobs. A ValueError of any of them is the user's mistake, and names the run."""
-        self.folder, self.names, configs = cfg.trainer.output_dir, list(cfg.runs), list(cfg.runs.values())
+        kind_of(cfg).check()
+        for entry, logger in check_loggers(cfg.trainer.logger).items():
+            if logger.one_run:
+                raise ConfigError(f"trainer.logger: {entry} logs one run per process; expected others in a sweep")
+        self.folder, self.names, configs = Path(cfg.trainer.output_dir), list(cfg.runs), list(cfg.runs.values())
         self._shared: dict[Hashable, Any] = {"seeds": [each.trainer.seed for each in configs]}
         self.jobs: list[Training] = [None] * len(configs)  # type: ignore[list-item]  # until they are built
 
@@ -48,9 +57,11 @@ class Sweep:
                 raise ValueError(f"sweep, run {name}: {error}") from error
             raise error
 
-    def run(self, report: Callable[[Path], object] | None = None) -> None:
-        """Run all jobs to their ends. One that ends with a JobError leaves the others alone; raises JobError after
-        them, or Stopped after all states were saved.
+    def run(self, report: Callable[..., object] | None = None) -> None:
+        """Run all jobs to their ends. report: writes a page about the folder of a run, or about those of several.
+
+        One that ends with a JobError leaves the others alone; raises JobError after them, or Stopped after all states
+        were saved.
         """
         world: World = self._shared["world"]
         dist.barrier()  # as in Job.run: the handler waits for the other ranks, so all of them must be up
@@ -61,11 +72,12 @@ class Sweep:
         if stopped:
             raise Stopped(stopped[0].number, "; the same command resumes all runs of the sweep")
         stop_world()
+        if world.rank == 0 and report is not None:
+            folders = [self.folder / name for name in self.names if (self.folder / name / METRICS_FILE).exists()]
+            print(f"all runs: {report(*folders, output=self.folder / 'comparison.html')}", flush=True)
         if errors:
             first = next(f"{name}: {error}" for name, error in errors.items())
             raise JobError(f"{len(errors)} of the {len(self.jobs)} runs of the sweep ended with an error; {first}")
-        if world.rank == 0:
-            print(f"compare the runs: phalanx watch {self.folder}", flush=True)
 
     def _all(self, work: Callable[[int], None]) -> dict[str, BaseException]:
         """Call `work` for each job, on threads that take turns; returns the errors that end a job, by its name."""
@@ -88,7 +100,7 @@ class Sweep:
                 ended.put((number, problem))
 
         for number, name in enumerate(self.names):
-            threading.Thread(target=run, args=(number,), name=name, daemon=True).start()
+            threading.Thread(target=run, args=(number,), name=f"{RUN}{name}", daemon=True).start()
         errors = {}
         for _ in self.names:
             number, problem = ended.get()

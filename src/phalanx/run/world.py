@@ -153,7 +153,12 @@ class _SharedWatch:
 
     @property
     def stop(self) -> Any:
+        """The signal that asked this rank to stop."""
         return self._watch.stop
+
+    @stop.setter
+    def stop(self, signal: Any) -> None:
+        self._watch.stop = signal
 
     def listen(self) -> None:
         """Do nothing: the main thread listens."""

@@ -21,6 +21,7 @@ from phalanx.run.rules import (
     joint_rules,
     layout_rules,
     rollout_rules,
+    sweep_rules,
     task_rules,
 )
 from phalanx.run.rules.rule import Ranks as Ranks
@@ -37,10 +38,11 @@ RULES = (
     *environment_rules.RULES,
     *rollout_rules.RULES,
     *layout_rules.RULES,
+    *sweep_rules.RULES,
     *task_rules.RULES,
 )
 START_RULES = (*batch_rules.START_RULES, *algorithm_rules.START_RULES, *rollout_rules.START_RULES)
-LAUNCH_RULES = layout_rules.LAUNCH_RULES
+LAUNCH_RULES = (*sweep_rules.LAUNCH_RULES, *layout_rules.LAUNCH_RULES)
 MODEL_RULES = block_rules.MODEL_RULES
 
 
