@@ -123,9 +123,7 @@ class TrainedModel:
         else:
             seat.backward(loss)
 
-    def with_adapters(
-        self, seeds: Sequence[int], targets: Sequence[str], *, shares: bool = True
-    ) -> "list[TrainedModel]":
+    def with_adapters(self, seeds: Sequence[int], targets: Sequence[str], *, shares: bool) -> "list[TrainedModel]":
         """Models with their own LoRA on the frozen base of this one, which is the first of them. None has been trained.
 
         seeds: those of their weights. targets: default of model.target_modules. shares: whether they share passes, for

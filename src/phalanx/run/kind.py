@@ -57,6 +57,7 @@ class Kind:
     drawn: ClassVar[str] = "samples"  # and in plans
     section: ClassVar[str] = "actor"  # of the configuration, with the sizes of an update
     of_tokens: ClassVar[bool | None] = None  # whether its algorithms are TokenAlgorithms; None: any algorithm
+    shares: ClassVar[bool] = False  # whether runs of a sweep share passes, or take turns step by step
     words: ClassVar[str] = "another kind of model"  # what its models are called in messages
     command: ClassVar[str] = ""  # the task that samples from its checkpoints
     planner: ClassVar[str] = ""  # `module:function` that makes its phalanx.tools.plan.rehearsal.Rehearsal
@@ -214,7 +215,7 @@ def policy_of(kind: PolicyKind, world: World, plan: BatchPlan | None = None) -> 
     if seat is None:
         return kind.load_policy(world, plan)
     seeds = seat.meeting.shared["seeds"]
-    policies = seat.once("policies", lambda: kind.load_policy(world, plan).with_adapters(seeds))
+    policies = seat.once("policies", lambda: kind.load_policy(world, plan).with_adapters(seeds, shares=kind.shares))
     return policies[seat.number]
 
 

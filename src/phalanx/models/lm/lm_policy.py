@@ -139,10 +139,10 @@ class LMPolicy:
                 f"{self.data.max_prompt_length} is {total} tokens, and {self.config.path!r} has {longest} positions"
             )
 
-    def with_adapters(self, seeds: Sequence[int]) -> list[Self]:
+    def with_adapters(self, seeds: Sequence[int], *, shares: bool) -> list[Self]:
         """Policies with their own LoRA and everything else in common; see TrainedModel.with_adapters."""
         policies = []
-        for trained in self.trained.with_adapters(seeds, LORA_TARGETS, shares=False):
+        for trained in self.trained.with_adapters(seeds, LORA_TARGETS, shares=shares):
             policies.append(copy.copy(self))
             policies[-1].trained = trained
         return policies
