@@ -12,9 +12,10 @@ from phalanx.run.cli import parse, run
 
 def build(cfg: BlockDiffusionTaskConfig) -> Callable[[], None]:
     from phalanx.run import block_diffusion_sft
+    from phalanx.run.sweep import built
     from phalanx.tools.board.report import write_report
 
-    return partial(block_diffusion_sft.build(cfg).run, write_report)
+    return partial(built(block_diffusion_sft.build, cfg).run, write_report)
 
 
 def check(cfg: BlockDiffusionTaskConfig) -> None:

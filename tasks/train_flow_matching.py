@@ -12,9 +12,10 @@ from phalanx.run.cli import parse, run
 
 def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
     from phalanx.run import flow_matching
+    from phalanx.run.sweep import built
     from phalanx.tools.board.report import write_report
 
-    return partial(flow_matching.build(cfg).run, write_report)
+    return partial(built(flow_matching.build, cfg).run, write_report)
 
 
 def check(cfg: FlowMatchingTaskConfig) -> None:

@@ -12,9 +12,10 @@ from phalanx.run.cli import parse, run
 
 def build(cfg: SFTConfig) -> Callable[[], None]:
     from phalanx.run import rl
+    from phalanx.run.sweep import built
     from phalanx.tools.board.report import write_report
 
-    return partial(rl.build(cfg).run, write_report)
+    return partial(built(rl.build, cfg).run, write_report)
 
 
 def check(cfg: SFTConfig) -> None:

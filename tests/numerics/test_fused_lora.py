@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.fused_lora import FusedLinear, fuse
 from phalanx.models.linear import use_onednn
-from phalanx.models.lora import add_lora, lora_off, merge_lora
+from phalanx.models.lora import add_lora, lora_off, merge_lora, share_layers
+from phalanx.models.meeting import adapters
 
 IN, OUT = 24, 40
 
@@ -215,6 +216,37 @@ def test_what_is_special_is_pefts_own(make_special: Any) -> None:
 
 def walk(node: Any) -> list[Any]:
     return [] if node is None else [node, *(n for child, _ in node.next_functions for n in walk(child))]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=str)
+def test_rows_of_several_loras_in_one_pass(counts: tuple[int, ...], bias: bool) -> None:
+    """Grouped products for equal numbers of rows, others one by one: both are each LoRA's own pass on its rows."""
+    modules = [make(torch.float64, bias=bias)]
+    for _ in counts[1:]:
+        frozen = {id(p): p for p in modules[0].parameters() if not p.requires_grad}
+        modules.append(copy.deepcopy(modules[0], frozen))
+        for p in modules[-1].parameters():
+            if p.requires_grad:
+                nn.init.normal_(p)
+    share_layers(modules)
+    x, grad = torch.randn(6, 5, IN, dtype=torch.float64), torch.randn(6, 5, OUT, dtype=torch.float64)
+    alone = []
+    for module, rows, grads in zip(modules, x.split(counts), grad.split(counts), strict=True):
+        alone.append(passes(module, rows, grads))
+    x.requires_grad_()
+    with adapters(dict(enumerate(counts))):
+        out = modules[0]["to_q"](x)
+    trained = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    of_x, *others = torch.autograd.grad(out, [x, *trained[0], *trained[1], *trained[2]], grad)
+    expected = [torch.cat([each[0] for each in alone]), torch.cat([each[1] for each in alone])]
+    expected += [value for each in alone for value in each[2:]]
+    for a, b in zip([out, of_x, *others], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    grouped = "_GroupedLora" in out.grad_fn.name()
+    assert grouped == (len(set(counts)) == 1)
+    with adapters({0: 3, 1: 1}), pytest.raises(AssertionError, match="the first dim, 6, is not that of 4 rows"):
+        modules[0]["to_q"](x)
 
 
 def test_merged_for_good_it_computes_the_same() -> None:

@@ -16,6 +16,7 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import CORRECTIONS, COUNT, FREQUENCY, LOSS_AGG_MODES, SCHEDULES, SDE_TYPES, SEEDS, TIMES
 from phalanx.config.reward import RewardConfig
 from phalanx.config.section import Section
+from phalanx.config.sweep import dotted
 from phalanx.config.trained_model import ModelConfig
 
 
@@ -222,6 +223,12 @@ class TrainerConfig:
     max_bad_steps: int = arg(
         10, "end the run after this many consecutive steps with a NaN or infinite loss or gradient", ge=1
     )
+    end_below: dict[str, float] = arg(
+        {},
+        "metrics with their lowest values, such as {reward/mean: 0.3}: a run that logs a lower one ends there, with a "
+        "checkpoint; for runs of a sweep that have no chance",
+    )
+    end_below_from: int = arg(1, "first training step after which trainer.end_below may end the run", ge=1)
     max_checkpoints: int = arg(2, "number of newest checkpoints to keep; older ones are deleted", ge=1)
     profile_steps: list[int] = arg(
         [],
@@ -250,6 +257,7 @@ class RunConfig:
     """Sections that every training job has."""
 
     kind: ClassVar[str] = ""  # the kind of its policy, or of its job: see KINDS of phalanx.run.kind
+    runs: ClassVar[dict[str, Any]] = {}  # of a sweep: the configuration of each run by its name
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -257,9 +265,15 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sweep: dict[str, Any] = arg(
+        {},
+        "keys with lists of values, such as {optim.lr: [1e-4, 3e-4]}: a LoRA is trained for each combination, all of "
+        "them on one base, each in a folder of its own below trainer.output_dir, see docs/sweeps.md",
+    )
 
     def __post_init__(self) -> None:
         """Accept any engine: jobs that read another run's configuration, such as an export, do not need its engine."""
+        self.sweep = dict(dotted(self.sweep))
 
 
 @dataclass

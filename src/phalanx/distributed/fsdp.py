@@ -15,6 +15,7 @@ The order of calls in an optimizer step:
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -172,6 +173,18 @@ class Sharded:
         if self._kept is None or p.dtype.itemsize >= self._kept.itemsize or not p.is_floating_point():
             return p.dtype
         return self._kept
+
+    def of_copy(self, module: nn.Module, dtype: torch.dtype) -> "Sharded":
+        """The same for a copy of the module with other parameters where they are trained, which are replicated; they
+        get the values of the optimizer's tensors. dtype: see __init__.
+        """
+        other = shallow_copy(self)
+        other.module, other._copies, other.parameters = module, {}, {}
+        for name, p in _trainable_parameters(module).items():
+            p.data = self.parameters[name].detach().clone()
+            other.parameters[name] = other._optimizer_tensor(name, p, dtype)
+        other._replicated = list(other.parameters.values())
+        return other
 
     def _optimizer_tensor(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor for a replicated parameter: a copy if the parameter is not in `dtype`."""

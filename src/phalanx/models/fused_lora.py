@@ -10,6 +10,7 @@ in bfloat16. If the input has enough rows, each pass computes this sum, which th
 Passes with and without gradients use the same operations.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
 from phalanx.models.linear import PLAIN, Nf4Linear, OneDnnLinear, dense, product
+from phalanx.models.meeting import adapters_now
 
 # Merge if the input's products with the LoRA's two matrices cost at least this many times the product of the two.
 MIN_GAIN = 4
@@ -31,20 +33,45 @@ def fuse(module: nn.Module) -> None:
 
 
 class FusedLinear(Linear):
-    """peft's linear layer with a LoRA, fused if it is a plain LoRA."""
+    """peft's linear layer with a LoRA, fused if it is a plain LoRA. beside: the layer with each LoRA of its base."""
+
+    beside: "Sequence[FusedLinear]" = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out]; computed by peft in cases that `_is_plain` excludes."""
+        rows = adapters_now()
+        if not rows or self.disable_adapters or not self.beside:
+            return self._of_one(x, *args, **kwargs)
+        # rows of the batch are outermost, whatever else has been folded into the first dim
+        layers = [self.beside[adapter] for adapter in rows]
+        equal = len(set(rows.values())) == 1 and len(x) % len(rows) == 0
+        if x.dtype != torch.float32 and equal and all(layer._is_plain(x) for layer in layers) and not args:
+            return self._grouped(x, layers)
+        # in float32 by the same products as alone, for the same bits
+        each, rest = divmod(len(x), sum(rows.values()))
+        assert rest == 0, f"the first dim, {len(x)}, is not that of {sum(rows.values())} rows of the batch"
+        parts = x.split([each * count for count in rows.values()])
+        pairs = zip(layers, parts, strict=True)
+        return torch.cat([layer._of_one(part, *args, **kwargs) for layer, part in pairs])
+
+    def _grouped(self, x: Tensor, layers: "Sequence[FusedLinear]") -> Tensor:
+        """The output for equally many rows of each of the layers, which share their base."""
+        [name] = self.active_adapters
+        base, downs, ups = self.base_layer, list[Tensor](), list[Tensor]()
+        for layer in layers:
+            downs.append(layer.lora_A[name].weight)
+            ups.append(layer.lora_B[name].weight)
+        out: Tensor = _GroupedLora.apply(x, base.bias, self.scaling[name], len(layers), *downs, *ups, *_stored(base))
+        return out
+
+    def _of_one(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or args or kwargs or not self._is_plain(x):
             return super().forward(x, *args, **kwargs)
         [name] = self.active_adapters
         base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
         fused = _MergedLinear if _should_merge(x, base.out_features, base.in_features) else _LoraLinear
-        stored: tuple[Tensor | None, ...] = (base.weight, None, None, None)
-        onednn = isinstance(base, OneDnnLinear)
-        if isinstance(base, Nf4Linear):
-            stored, onednn = base.stored(), base.onednn
-        out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *stored)
+        onednn = base.onednn if isinstance(base, Nf4Linear) else isinstance(base, OneDnnLinear)
+        out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *_stored(base))
         return out
 
     def _is_plain(self, x: Tensor) -> bool:
@@ -59,6 +86,11 @@ class FusedLinear(Linear):
             return False
         dtype = x.dtype if isinstance(base, Nf4Linear) else base.weight.dtype
         return bool(x.dtype == dtype == self.lora_A[name].weight.dtype == self.lora_B[name].weight.dtype)
+
+
+def _stored(base: nn.Linear) -> tuple[Tensor | None, ...]:
+    """The tensors of which `dense` makes the weight of a base layer."""
+    return base.stored() if isinstance(base, Nf4Linear) else (base.weight, None, None, None)
 
 
 def _should_merge(x: Tensor, wide: int, narrow: int) -> bool:
@@ -130,6 +162,33 @@ class _LoraLinear(torch.autograd.Function):
         if needs_up:
             of_up = product(grad.t(), hidden.t(), None, onednn=onednn).mul_(ctx.scale)
         return of_x, of_down, of_up, *[None] * 7
+
+
+class _GroupedLora(torch.autograd.Function):
+    """One product of all rows with the base, and batched ones, of equally many rows each, with `count` LoRAs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, scale: float, count: int, *tensors: Tensor | None) -> Tensor:
+        pairs: Any = tensors[: 2 * count]
+        stored: Any = tensors[2 * count :]
+        down, up = torch.stack(pairs[:count]), torch.stack(pairs[count:])  # [K, rank, in], [K, out, rank]
+        out = product(x, dense(x.dtype, *stored), bias, onednn=False)
+        hidden = x.reshape(count, -1, x.shape[-1]) @ down.mT
+        out.view(count, -1, out.shape[-1]).baddbmm_(hidden, up.mT, alpha=scale)
+        ctx.save_for_backward(x, down, up, hidden, *stored)
+        ctx.scale, ctx.count = scale, count
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, up, hidden, *stored = ctx.saved_tensors
+        grads, rows, of_x = grad.reshape(ctx.count, -1, grad.shape[-1]), x.reshape(ctx.count, -1, x.shape[-1]), None
+        of_hidden = (grads @ up).mul_(ctx.scale)
+        if ctx.needs_input_grad[0]:
+            whole = product(grad, dense(x.dtype, *stored).t(), None, onednn=False)
+            of_x = whole.view_as(rows).baddbmm_(of_hidden, down).view_as(x)
+        of_down, of_up = of_hidden.mT @ rows, (grads.mT @ hidden).mul_(ctx.scale)
+        return of_x, *[None] * 3, *of_down.unbind(), *of_up.unbind(), *[None] * len(stored)
 
 
 def _flatten_rows(x: Tensor) -> Tensor:

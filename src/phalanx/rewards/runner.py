@@ -7,6 +7,7 @@ Threads are used rather than processes because onnxruntime, PIL and torch releas
 because images need not be sent to another process.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Iterable
@@ -103,6 +104,12 @@ class RewardSet:
         self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
         self._device_pool = DaemonPool(1, "reward-device", of_rank)
         self._calls: list[Call] = []  # submitted and not yet collected
+
+    def beside(self) -> "RewardSet":
+        """The same rewards for another job in this process, with a queue of its own."""
+        other = copy.copy(self)
+        other._calls = []
+        return other
 
     def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
         """Queue the scoring of images [B, 3, H, W], videos [B, F, 3, H, W] (0..1, on the CPU) or B completions, one for

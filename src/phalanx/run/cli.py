@@ -54,6 +54,7 @@ warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category
 
 HELP = "--help: this text"
 PLAN = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: count what the job needs on that cluster, without training"
+RUN = "run "  # the names of threads that are runs of a sweep begin so
 LONGEST = 2000  # characters of an error
 PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu_memory_gb")  # accepted only together with --plan
 OF_TIMES = ("gpu", "gpu_hour_price", "rollout_s", "inference_s", "actor_s")  # when plans also guessed times
@@ -127,6 +128,8 @@ class _Terminal(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         words = hide(super().format(record))
+        if record.threadName is not None and record.threadName.startswith(RUN):
+            words = f"{record.threadName.removeprefix(RUN)}: {words}"
         return words if record.levelno == logging.INFO else f"{record.levelname}: {words}"
 
 

@@ -42,6 +42,7 @@ class Flow(PolicyKind):
     schemas: ClassVar[Schemas] = (FlowRunConfig,)
     outputs = noun = drawn = "images"
     of_tokens = False
+    shares = True
     words = "a flow-matching model"
     command = "tasks/sample.py"
     planner = "phalanx.tools.plan.flow_jobs:rehearsed"

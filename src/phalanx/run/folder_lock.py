@@ -22,12 +22,13 @@ from phalanx.config.inside import append_inside
 from phalanx.distributed.collectives import from_first
 from phalanx.distributed.mesh import World
 from phalanx.exit import say
+from phalanx.models.meeting import here
 from phalanx.run.telemetry.run_folder import BEAT_S, RUNNING_FILE, STOP_FILE, read_json, write_json
 
 PATIENCE_S = 10.0  # seconds without a new beat after which a job on another machine is considered dead
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
-_held: "FolderLock | None" = None  # one per process, since a process works for only one job
+_held: "dict[Path, FolderLock]" = {}  # one per job of this process
 
 
 def hold(folder: Path, world: World) -> None:
@@ -37,10 +38,10 @@ def hold(folder: Path, world: World) -> None:
     """
 
     def take() -> None:
-        global _held
-        release()
+        if here() is None:
+            release()
         try:
-            _held = FolderLock(folder, world.watch.fail, world.watch.ask)
+            _held[folder] = FolderLock(folder, world.watch.fail, world.watch.ask)
         except ValueError as error:
             raise ValueError(f"trainer.output_dir: {error}") from error
         except OSError as error:
@@ -51,12 +52,11 @@ def hold(folder: Path, world: World) -> None:
     from_first(take)
 
 
-def release() -> None:
-    """Unlock the folder."""
-    global _held
-    if _held is not None:
-        _held.release()
-        _held = None
+def release(folder: Path | None = None) -> None:
+    """Unlock the folder of a job; None: of all jobs of this process."""
+    for each in list(_held) if folder is None else [folder]:
+        if each in _held:
+            _held.pop(each).release()
 
 
 class FolderLock:

@@ -16,11 +16,12 @@ from phalanx.config.messages import ConfigError
 from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
 from phalanx.config.sources import changed
-from phalanx.distributed.collectives import agree
+from phalanx.distributed.collectives import agree, broadcast_object
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
+from phalanx.models.meeting import pause
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.run.provenance import write_provenance
@@ -141,7 +142,7 @@ class Job:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
                 self._run_loop(fit, report)
         finally:
-            folder_lock.release()
+            folder_lock.release(self.output_dir)
         stop_world()
 
     def _run_loop(self, fit: Callable[[], None], report: Callable[[Path], object] | None) -> None:
@@ -182,6 +183,9 @@ class Job:
                 log.info("validating on %d prompts", self.sampling.validates)
             self.logger.log(0, self.validate(0) | self.timers.pop())
         for step in range(self.progress.step, self.total_steps):
+            if self.progress.ended:
+                break
+            pause()
             self.stops.begin()
             with self.timers.training_step(step + 1):
                 yield step
@@ -206,6 +210,8 @@ class Job:
         self.stops.warn(step)
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
             row = row | self.validate(step)
+        if not last and self._below(step, row):
+            last, self.total_steps, self.progress.ended = True, step, True
         self.progress.unfinished = None
         # log before saving: a run that is killed after the checkpoint must find this row
         self.logger.log(step, row | self.timers.pop())
@@ -216,6 +222,20 @@ class Job:
             _, stop = agree(None, self.world.watch.stop or 0)
             if stop:
                 raise Stopped(stop)
+
+    def _below(self, step: int, row: dict[str, float]) -> bool:
+        """Whether trainer.end_below ends the run after step number `step`."""
+        limits, first = self.cfg.trainer.end_below, self.cfg.trainer.end_below_from
+        if not limits or step < first:
+            return False
+        low = [name for name, limit in limits.items() if name in row and row[name] < limit]
+        low = broadcast_object(low)  # rank 0 has all metrics
+        unknown = [name for name in limits if name not in row and not name.startswith("val/")]
+        if self.world.rank == 0 and unknown and step == first:
+            log.warning("trainer.end_below: step %d has no metric %s", step, ", ".join(unknown))
+        for name in low if self.world.rank == 0 else ():
+            log.info("the run ends after step %d: %s is %.4g, below %g", step, name, row[name], limits[name])
+        return bool(low)
 
     def _restore_files(self) -> None:
         """Recreate the output folder if it was deleted. Deleting it does not stop the job: a signal does."""
@@ -346,6 +366,9 @@ class Job:
         for name, state in self.states.items():
             if name:
                 state.loaded(progress.updates_beside[name])
+        progress.ended &= bool(self.cfg.trainer.end_below)
+        if progress.ended:
+            self.total_steps = progress.step
         done = progress.step >= self.total_steps and progress.unfinished is None
         if done and folder.resolve().parent != self.checkpointer.root.resolve():
             raise ValueError(

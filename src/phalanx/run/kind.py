@@ -18,6 +18,7 @@ from phalanx.config.run import RunConfig
 from phalanx.data.prompts import validation_sets
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
+from phalanx.models.meeting import here
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
 from phalanx.run import batch_plan
@@ -56,6 +57,7 @@ class Kind:
     drawn: ClassVar[str] = "samples"  # and in plans
     section: ClassVar[str] = "actor"  # of the configuration, with the sizes of an update
     of_tokens: ClassVar[bool | None] = None  # whether its algorithms are TokenAlgorithms; None: any algorithm
+    shares: ClassVar[bool] = False  # whether runs of a sweep share passes, or take turns step by step
     words: ClassVar[str] = "another kind of model"  # what its models are called in messages
     command: ClassVar[str] = ""  # the task that samples from its checkpoints
     planner: ClassVar[str] = ""  # `module:function` that makes its phalanx.tools.plan.rehearsal.Rehearsal
@@ -207,9 +209,19 @@ def kind_of_folder(folder: Path) -> type[Kind]:
     return next((kind for kind in others if kind.schemas and kind.owns(folder)), first)
 
 
+def policy_of(kind: PolicyKind, world: World, plan: BatchPlan | None = None) -> Any:
+    """The policy of a job; in a sweep, its adapter on the base that all runs share. See PolicyKind.load_policy."""
+    seat = here()
+    if seat is None:
+        return kind.load_policy(world, plan)
+    seeds = seat.meeting.shared["seeds"]
+    policies = seat.once("policies", lambda: kind.load_policy(world, plan).with_adapters(seeds, shares=kind.shares))
+    return policies[seat.number]
+
+
 def sampling_parts(kind: PolicyKind, world: World, sets: Sets, rewards: RewardSet | None = None) -> JobComponents:
     """The parts of a job that draws no training samples; all ranks call this together. rewards: None to load them."""
     rewards = rewards or build_rewards(kind.cfg, world, (), sets, outputs=kind.outputs)
-    policy: TrainedPolicy = kind.load_policy(world)
+    policy: TrainedPolicy = policy_of(kind, world)
     _, sets = kind.fitting([], sets, policy)
     return JobComponents(world, rewards, policy, kind.val_rollout(policy), sets, noun=kind.noun)

@@ -17,7 +17,7 @@ from phalanx.run.disaggregated.role_batches import of_role, part_of
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.job import Job
-from phalanx.run.kind import PolicyKind, kind_of
+from phalanx.run.kind import PolicyKind, kind_of, policy_of
 from phalanx.run.link import link_of
 from phalanx.run.start import JobComponents, build_rewards, routed, start_job
 from phalanx.run.validation import Validator
@@ -71,7 +71,7 @@ def build(cfg: RLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "data.val_files: the policy itself computes all terms of the reward, which it does only in training; add "
             "one for validation, such as {name: gsm8k, weight: 0}"
         )
-    policy = kind.load_policy(world, plan)
+    policy = policy_of(kind, world, plan)
     plan = kind.as_loaded(plan, policy)
     part = part_of(plan, cfg, world)
     if world.role == INFERENCE:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,10 +18,11 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, World
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.linear import preferred
+from phalanx.models.meeting import here, shared
 from phalanx.rewards.runner import RewardSet
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import saved_choice
-from phalanx.run.world import start_world
+from phalanx.run.world import start_world, world_of_run
 from phalanx.training.components import TrainedPolicy
 from phalanx.types import Prompt, Rollout, Teacher
 
@@ -56,7 +58,9 @@ def start_job(cfg: RunConfig, part: str = "") -> World:
     ranks = Launch.from_env().world_size
     if ranks > 1:
         log.info("joining %d ranks", ranks)
-    world = start_world(cfg.parallel, vars(cfg).get("placement"))
+    world = shared("world", partial(start_world, cfg.parallel, vars(cfg).get("placement")))
+    if here() is not None:
+        world = world_of_run(world, cfg.parallel)
     if world.role == ACTOR:
         folder_lock.hold(Path(cfg.trainer.output_dir), world)
     if world.device.type == "cpu":
@@ -105,7 +109,8 @@ def build_rewards(
         return None
     # scoring beside the rollout needs ranks that submit equally often, which context-parallel ranks do not
     beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
-    rewards = RewardSet(
+    make = partial(
+        RewardSet,
         cfg.reward,
         str(world.device),
         cfg.parallel.timeout_s,
@@ -114,6 +119,7 @@ def build_rewards(
         launch=world.launch,
         context_size=world.context_size,
     )
+    rewards = shared(f"rewards of {outputs}: {cfg.reward}", make).beside()
     if gradients:
         rewards.check_gradients()
     rewards.check_rows(rows, first=world.rank == 0)

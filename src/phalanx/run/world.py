@@ -25,6 +25,7 @@ from phalanx.distributed.mesh import (
     CHECKPOINT_S,
     ROLLOUT,
     SET_TIMEOUT,
+    Watch,
     World,
     group_of,
     group_timeout,
@@ -34,6 +35,7 @@ from phalanx.distributed.mesh import (
 )
 from phalanx.exit import take_role
 from phalanx.garbage import collect_again
+from phalanx.models.meeting import here
 from phalanx.run import watchdog
 from phalanx.run.devices import check_gpus, choose_interface, gpu_address, stay_near_gpu
 from phalanx.run.heap import keep_freed_pages
@@ -138,6 +140,35 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)
 
 
+def world_of_run(world: World, config: ParallelConfig) -> World:
+    """The world of one of the jobs that share it: its own group to write checkpoints, and a watch that they share."""
+    group = group_of(range(world.size), max(config.timeout_s, CHECKPOINT_S))
+    return replace(world, checkpoint_group=group, watch=_SharedWatch(world.watch))
+
+
+class _SharedWatch:
+    """The watch of a process with several jobs: it goes on until the last of them has ended."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.rank, self.hosts, self.interval = watch.rank, watch.hosts, watch.interval
+        self.ask, self.fail, self._watch = watch.ask, watch.fail, watch
+
+    @property
+    def stop(self) -> Any:
+        """The signal that asked this rank to stop."""
+        return self._watch.stop
+
+    @stop.setter
+    def stop(self, signal: Any) -> None:
+        self._watch.stop = signal
+
+    def listen(self) -> None:
+        """Do nothing: the main thread listens."""
+
+    def close(self) -> None:
+        """Do nothing: the main thread closes the watch."""
+
+
 def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:
     """Start this rank's watch, with separate connections to the store that initialized the world."""
     host = socket.gethostname()
@@ -178,7 +209,11 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
 
 
 def stop_world() -> None:
-    """Leave the world. The watch is closed first, so that peers that leave do not count as failed."""
+    """Leave the world, but not in one of several jobs. The watch is closed first, so that peers that leave do not count
+    as failed.
+    """
+    if here() is not None:
+        return
     if watchdog.current is not None:
         watchdog.current.close()
     if dist.is_initialized():

@@ -61,6 +61,7 @@ class Logger:
     # A resumed run repeats the steps after its checkpoint. True: if it continues under its `id`, the logger keeps what
     # was logged for these steps before, and does not receive them again.
     append_only: ClassVar[bool] = False
+    one_run: ClassVar[bool] = False  # whether a process cannot log several runs at once, as in a sweep
     id: str | None = None  # saved in checkpoints, so that a resumed run can continue under it
 
     def __init__(self, start: RunStart) -> None:

@@ -76,7 +76,7 @@ class CriticTrainer:
                     per_token, metrics = value_loss(values, old[at], returns[at], clip=self.config.cliprange_value)
                     stats[-1].add(metrics, weight)
                     loss = (per_token * weight).sum()
-                    loss.backward()
+                    self.critic.trained.backward(loss)
                     total += loss.detach()
                     advance()
                 updates.append(self.state.step(total))

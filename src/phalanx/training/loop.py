@@ -106,7 +106,7 @@ def train_step(
                     scalars.add(stats, micro.weight)
                     del stats  # metrics may hold activations that the backward pass does not need
                     loss = (per_action * micro.weight).sum()
-                    loss.backward()
+                    policy.trained.backward(loss)
                     log.micro_batch(batch.samples, rows, loss.detach())
                     micro_batch_done()
                     del micro, per_action, loss  # free the memory before the next micro-batch

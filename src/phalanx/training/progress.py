@@ -11,7 +11,7 @@ class Progress:
 
     updates_beside: optimizer steps of other trained models by name. rescoring: rollout and replay were found to differ,
     so the policy recomputes the old log-probs. unfinished: metrics of the last step if the run was stopped during its
-    validation.
+    validation. ended: trainer.end_below ended the run after `step`.
     """
 
     step: int = 0
@@ -20,6 +20,7 @@ class Progress:
     wandb_id: InitVar[str | None] = None  # in older checkpoints, instead of logger_ids
     unfinished: dict[str, float] | None = None
     rescoring: bool = False
+    ended: bool = False
     updates_beside: dict[str, int] = field(default_factory=dict)
     logger_ids: dict[str, str] = field(default_factory=dict)
 
@@ -37,5 +38,6 @@ class Progress:
             if not isinstance(value, str):
                 raise ValueError("logger_ids of another type")
         row = {} if self.unfinished is None else self.unfinished
-        if not isinstance(self.rescoring, bool) or not all(isinstance(value, int | float) for value in row.values()):
-            raise ValueError("rescoring or unfinished of another type")
+        flags = isinstance(self.rescoring, bool) and isinstance(self.ended, bool)
+        if not flags or not all(isinstance(value, int | float) for value in row.values()):
+            raise ValueError("rescoring, ended or unfinished of another type")

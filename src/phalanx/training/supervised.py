@@ -114,7 +114,7 @@ class SupervisedTrainer(Training):
             # gradients are summed across ranks, so `loss` already includes the denominator of the whole batch
             job.state.model.sharded.set_last_micro_batch(i == len(passes) - 1)
             loss, pass_sums = task.loss(batch)
-            loss.backward()
+            job.state.model.backward(loss)
             losses.append(loss.detach())
             sums.append(pass_sums)
             job.stops.after_micro_batch(job.timers)

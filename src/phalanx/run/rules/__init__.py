@@ -6,11 +6,13 @@ also depend on the ranks, and MODEL_RULES on the section `model` of the run whos
 Constraints on a single key are in its schema; rules that depend on files or tensors are checked where these are read.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.config.load import load
 from phalanx.config.messages import ConfigError
+from phalanx.config.sweep import runs_of
 from phalanx.run.rules import (
     algorithm_rules,
     batch_rules,
@@ -19,6 +21,7 @@ from phalanx.run.rules import (
     joint_rules,
     layout_rules,
     rollout_rules,
+    sweep_rules,
     task_rules,
 )
 from phalanx.run.rules.rule import Ranks as Ranks
@@ -35,10 +38,11 @@ RULES = (
     *environment_rules.RULES,
     *rollout_rules.RULES,
     *layout_rules.RULES,
+    *sweep_rules.RULES,
     *task_rules.RULES,
 )
 START_RULES = (*batch_rules.START_RULES, *algorithm_rules.START_RULES, *rollout_rules.START_RULES)
-LAUNCH_RULES = layout_rules.LAUNCH_RULES
+LAUNCH_RULES = (*sweep_rules.LAUNCH_RULES, *layout_rules.LAUNCH_RULES)
 MODEL_RULES = block_rules.MODEL_RULES
 
 
@@ -58,9 +62,20 @@ def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, 
 
 
 def load_config(schema: type[T], path: str | None, overrides: list[str]) -> T:
-    """Load a configuration, see phalanx.config.load.load, and check RULES. Raises ConfigError."""
-    config = load(schema, path, overrides)
-    check(config)
+    """Load a configuration, see phalanx.config.load.load, and check RULES. Raises ConfigError.
+
+    That of a sweep has those of its runs as `runs`.
+    """
+
+    def loaded(words: Sequence[str] = (), **fixed: Any) -> T:
+        config = load(schema, path, [*overrides, *words])
+        vars(config).update(fixed)
+        check(config)
+        return config
+
+    config = loaded()
+    if vars(config).get("sweep"):
+        vars(config)["runs"] = runs_of(config, partial(loaded, sweep={}))
     return config
 
 

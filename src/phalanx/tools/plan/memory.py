@@ -67,6 +67,10 @@ class Phase:
     def total(self) -> int:
         return self.gathered + self.activations + self.gradients + self.other
 
+    def times(self, runs: int) -> "Phase":
+        """The phase with the passes of so many runs."""
+        return Phase(self.name, self.gathered, self.activations * runs, self.gradients * runs, self.other * runs)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -141,6 +145,11 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
         gradients = sum(map(layout.gradient, trained))
         other = p.samples_size + _step_bytes(p, trained, moved) + after
         phases.append(Phase("optimizer", gradients=gradients, other=other))
+    runs = len(p.cfg.runs)
+    for name in ("trained weights", *on_device) if runs else ():  # of a sweep, each of whose runs has a LoRA
+        held[name] *= runs
+    if runs and p.kind.shares:
+        phases = [phase if phase.name == "encode prompts" else phase.times(runs) for phase in phases]
     some = [{name: size for name, size in sizes.items() if size} for sizes in (held, host)]
     return Memory(some[0], phases, some[1], reward)
 

@@ -48,8 +48,12 @@ def describe(
         for warning in warnings(p, memory, gpu_memory, ranks, cluster.per_node):
             warned.append(f"warning: {label}{warning}")
     topology, within = ("Topology", "") if roles.collocated else ("Placement", " within a role")
+    title = f"Plan of {words(cluster)}; no GPU, process group or weights were used"
+    if cfg.runs:
+        alone = "memory is that of all of them, batches, messages and arithmetic are those of one"
+        title += f"\nA sweep of {len(cfg.runs)} runs: {alone}"
     sections = [
-        [f"Plan of {words(cluster)}; no GPU, process group or weights were used"],
+        [title],
         [topology, *listed([*_rank_rows(parts, roles, cluster), *_reward_rows(cfg, roles, cluster)])],
         *_batch_lines(parts),
         *of_ranks,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import exit
 from phalanx.config.messages import counted
+from phalanx.models.meeting import here
 from phalanx.telemetry.advice import is_training_row
 from phalanx.telemetry.loggers import LOSS, Logger, RunStart
 from phalanx.telemetry.records import SAMPLES, Record, kind_of, spoken, summary
@@ -57,7 +58,9 @@ class Console(Logger):
         self.total = start.total_steps
         self.eta = Eta(start)
         self._bar: Progress | None = None
-        if sys.stderr.isatty():
+        seat = here()
+        self.prefix = "" if seat is None else f"{seat.name}  "
+        if sys.stderr.isatty() and seat is None:  # a terminal has room for the line of one run
             self._bar = _progress_bar(start, self.eta)
             self._bar.start()
             self._bar.console.show_cursor()  # a rank that dies could not restore a hidden cursor
@@ -90,6 +93,7 @@ class Console(Logger):
         self.show(f"{heading}\n{indent(plain(text), '    ')}")
 
     def show(self, line: str) -> None:
+        line = f"{self.prefix}{line}"
         if self._bar is not None and sys.stdout.isatty():
             # above the progress line, without wrapping at the width of the terminal
             self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -16,6 +16,7 @@ class Swanlab(Logger):
     """
 
     extra = "swanlab"
+    one_run = True
 
     def __init__(self, start: RunStart) -> None:
         import swanlab

@@ -15,6 +15,7 @@ class Trackio(Logger):
     """
 
     extra = "trackio"
+    one_run = True
     append_only = True
 
     def __init__(self, start: RunStart) -> None:

@@ -23,6 +23,7 @@ class Wandb(Logger):
                 config=start.config,
                 id=start.id,
                 resume="allow",
+                reinit="create_new",  # beside other runs of this process
             )
         except wandb.Error as error:
             raise cannot_start("wandb", error) from None

@@ -1,0 +1,187 @@
+"""Jobs side by side in one process: each on a thread of its own, one at a time, until all of them ask for something.
+
+A thread has its turn until it asks: for a pass through a model, for a backward pass, or just to let the others go on.
+When all have asked, equal requests are answered together. Then the threads go on, one by one in the order of the jobs.
+So everything between two requests, such as collectives, has the same order on all ranks if each job asks equally often
+on all of them.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Together = Callable[[list[Any]], Sequence[Any]]
+BACKWARD, PAUSE = "backward", "pause"
+_thread = threading.local()  # `seat`: the Seat of a thread in a meeting
+_rows: dict[int, int] = {}  # see `adapters`
+
+
+@dataclass
+class _Request:
+    """What a job asks for: `together` answers the values of all requests of this key and mode of gradients at once."""
+
+    key: Hashable
+    value: Any
+    together: Together
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    answer: Any = None
+    error: Exception | None = None
+
+
+class Meeting:
+    """Jobs 0 to `count` - 1, each of which runs on one thread within `seat`. shared: see Seat.once."""
+
+    def __init__(self, count: int, shared: dict[Hashable, Any]) -> None:
+        self.shared = shared
+        self._gates = [threading.Semaphore(0) for _ in range(count)]  # each is opened when its job has the turn
+        self._live = list(range(count))
+        self._due = list(range(count))  # those that have a turn before requests are answered again
+        self._requests: dict[int, _Request] = {}
+        # By job: those whose rows are in the graph of its passes. One backward pass frees the graph for all of them.
+        self._joined: dict[int, set[int]] = defaultdict(set)
+        self._pass_on()
+
+    @contextmanager
+    def seat(self, number: int, name: str) -> Iterator["Seat"]:
+        """In the thread of job `number`, from its first turn on. Name: for messages.
+
+        At the end the job leaves the meeting, and the others go on; after an exception, nobody gets the turn any more.
+        """
+        self._gates[number].acquire()
+        _thread.seat = Seat(self, number, name)
+        yield _thread.seat
+        del _thread.seat
+        self._live.remove(number)
+        self._pass_on()
+
+    def ask(self, number: int, request: _Request) -> Any:
+        """See Seat.ask."""
+        self._requests[number] = request
+        self._pass_on()
+        self._gates[number].acquire()
+        if request.error is not None:
+            raise request.error
+        return request.answer
+
+    def _pass_on(self) -> None:
+        """Give the turn to the next job; if all have asked, answer their requests first."""
+        if not self._due and self._live:
+            self._answer()
+            self._due = [number for number in self._live if number not in self._requests]
+        if self._due:
+            self._gates[self._due.pop(0)].release()
+
+    def _answer(self) -> None:
+        groups: dict[tuple[Hashable, bool], list[int]] = defaultdict(list)
+        for number in self._live:
+            request = self._requests[number]
+            groups[request.key, request.grad].append(number)
+        for (key, grad), group in groups.items():
+            if key == BACKWARD:
+                group = self._complete(group)
+            elif grad and key != PAUSE:
+                for number in group:
+                    self._joined[number].update(group)
+            requests = [self._requests.pop(number) for number in group]
+            if not requests:
+                continue
+            try:
+                with torch.set_grad_enabled(grad):
+                    answers = requests[0].together([request.value for request in requests])
+                for request, answer in zip(requests, answers, strict=True):
+                    request.answer = answer
+            except Exception as error:  # each of the jobs fails with it, as it would alone
+                for request in requests:
+                    request.error = error
+
+    def _complete(self, asking: list[int]) -> list[int]:
+        """Those of the jobs that ask for a backward pass whose graphs contain only jobs that ask, too, or have left."""
+        chosen = set(asking)
+        while True:
+            short = {n for n in chosen if not self._joined[n].intersection(self._live) <= chosen}
+            if not short:
+                break
+            chosen -= short
+        for number in chosen:
+            self._joined[number].clear()
+        return sorted(chosen)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of a job in a meeting."""
+
+    meeting: Meeting
+    number: int
+    name: str
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The result of `make`, called for the first job that asks for `key`; all jobs share it."""
+        shared = self.meeting.shared
+        if key not in shared:
+            shared[key] = make()
+        value: T = shared[key]
+        return value
+
+    def ask(self, key: Hashable, value: Any, together: Together) -> Any:
+        """Wait until all jobs have asked; returns this job's item of what `together` returns for the values of those
+        that have asked with the same key and mode of gradients.
+        """
+        return self.meeting.ask(self.number, _Request(key, value, together))
+
+    def backward(self, loss: Tensor) -> None:
+        """One backward pass of all jobs' losses."""
+        self.ask(BACKWARD, loss, _backward)
+
+
+def _backward(losses: list[Tensor]) -> list[None]:
+    torch.autograd.backward(losses)
+    return [None] * len(losses)
+
+
+def here() -> Seat | None:
+    """The seat of this thread; None outside of meetings."""
+    return vars(_thread).get("seat")
+
+
+def pause() -> None:
+    """Let the other jobs of a meeting go on."""
+    seat = here()
+    if seat is not None:
+        seat.ask(PAUSE, None, list)
+
+
+def shared(key: Hashable, make: Callable[[], T]) -> T:
+    """The result of `make`, once for all jobs of a meeting; see Seat.once."""
+    seat = here()
+    return make() if seat is None else seat.once(key, make)
+
+
+@contextmanager
+def adapters(rows: Mapping[int, int]) -> Iterator[None]:
+    """Within this context, a pass has rows of several adapters of one base: by adapter, how many, in this order. Empty:
+    all rows are of the adapter whose module runs.
+    """
+    before = adapters_now()
+    _set_rows(rows)
+    try:
+        yield
+    finally:
+        _set_rows(before)
+
+
+def adapters_now() -> dict[int, int]:
+    """The rows of `adapters` in the current pass."""
+    return dict(_rows)
+
+
+def _set_rows(rows: Mapping[int, int]) -> None:
+    _rows.clear()
+    _rows.update(rows)
