@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.run.job import validation_summary
+from phalanx.run.validation import validation_summary
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers

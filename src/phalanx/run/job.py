@@ -25,11 +25,10 @@ from phalanx.models.meeting import pause
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.run.provenance import write_provenance
-from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
-from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.run.telemetry.run_logger import RunLogger
+from phalanx.run.validation import validation_summary
 from phalanx.run.world import stop_world
 from phalanx.telemetry.timers import Timers
 from phalanx.training.components import Sampling
@@ -398,17 +397,3 @@ def _with_whole_path(cfg: Any) -> Any:
     if folder.is_absolute() or not folder.is_dir():
         return cfg
     return replace(cfg, model=replace(cfg.model, path=str(folder.absolute())))
-
-
-def validation_summary(folder: Path) -> list[str]:
-    """One line per validation set, with the first and the last mean reward in a run's metrics.jsonl."""
-    points_of: dict[str, list[tuple[int, float]]] = {}
-    for row in read_metrics(folder / METRICS_FILE):
-        for key, value in row.items():
-            if key.startswith("val/") and key.endswith("/reward/mean"):
-                points_of.setdefault(key, []).append((row["step"], value))
-    lines = []
-    for key, points in points_of.items():
-        ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
-        lines.append(f"{key}: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
-    return lines
