@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.run.validation import validation_summary
 from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.validation import validation_summary
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers
 from tests.helpers.logs import records, rows, start
