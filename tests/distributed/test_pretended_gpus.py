@@ -259,7 +259,7 @@ ORDERS = {
 CEILINGS = {
     "sd3_lora": {"rollout": 29, "update": 58},
     "sd3_full": {"validation": 358, "rollout": 29, "update": 616},
-    "lm": {"rollout": 715, "update": 154},
+    "lm": {"rollout": 520, "update": 154},
     "lm_packed": {"validation": 243, "rollout": 647, "update": 154},
     "blocks": {"rollout": 838, "update": 362},
     "ppo": {"rollout": 715, "update": 350},

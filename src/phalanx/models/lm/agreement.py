@@ -26,6 +26,7 @@ from phalanx.models.lm.model import CACHE, CausalLM
 log = logging.getLogger(__name__)
 
 PACKED, GROUPED = "passes over packed samples", "passes over samples that share a prompt"
+CACHED = "decoding with a cache"
 LENGTHS = (14, 9)  # tokens of the two samples
 RESPONSE = 5  # last tokens of each that count as its response, and are decoded
 # Bounds of the difference. In float32: of each token's log-probability, in nats. In bfloat16, whose logits have a
@@ -67,7 +68,7 @@ def check_agreement(
         paths.append(GROUPED)
         advice.append(f"set {config:use_prefix_grouper}=false")
     if decodes:
-        paths.append("decoding with a cache")
+        paths.append(CACHED)
         advice.append(f"this model cannot sample here; set {config:.rollout.engine}=vllm")
     values: dict[str, Tensor] = {}
     hints = dict(zip(paths, advice, strict=True))
@@ -78,7 +79,7 @@ def check_agreement(
             parts = enumerate(lengths)
             reference = torch.cat([_stock_log_probs(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in parts])
             for path in paths:
-                if path.endswith("cache"):
+                if path == CACHED:
                     values[path] = _decoded_log_probs(module, ids, lengths, looks)
                 elif path == GROUPED:
                     values[path] = _grouped_log_probs(module, ids, predicting, lengths, looks)
@@ -112,10 +113,15 @@ def check_agreement(
             )
             if not _goes_without(module, path, problem):
                 raise ValueError(f"model.path: {config.path!r}: {problem}; {hints[path]}")
+            if path == CACHED:
+                check_agreement(module, config, tokenizer, device, decodes=decodes, image_prompt=image_prompt)
 
 
 def _goes_without(module: CausalLM, path: str, problem: str) -> bool:
     """Whether the model can do without `path`, which is only tried; from then on it does."""
+    if path == CACHED and module.masks:
+        module.masks = False
+        return True
     if not module.tries or path not in (PACKED, GROUPED):
         return False
     if module.groups or path == PACKED:

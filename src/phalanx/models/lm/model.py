@@ -41,6 +41,8 @@ class CausalLM(nn.Module):
         self.packs = self.groups = False  # whether samples are packed, and their prompts computed once
         self.fused = False  # whether scores are computed by kernels of torch.compile
         self.tries = False  # whether it goes without where it cannot, instead of an error
+        # whether a step of decoding gets its finished mask: transformers would wait for the device to look at padding
+        self.masks = lm.config.get_text_config(decoder=True)._attn_implementation == "sdpa" and not other_layers(lm)
 
     def forward(
         self,
@@ -61,6 +63,9 @@ class CausalLM(nn.Module):
         """
         if ids is None or predicting is None:
             set_checkpointing(self, False)
+            real = decoding.get("attention_mask")
+            if self.masks and real is not None and decoding["input_ids"].shape[1] == 1:
+                decoding["attention_mask"] = real.bool()[:, None, None]  # [B, 1, 1, columns]
             if looks is not None:
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
