@@ -251,7 +251,7 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 # blocks of two streams share a graph, since their inputs before and after the first block have the same strides. The two
 # transformers of Wan 2.2 A14B share theirs.
 @pytest.mark.full
-@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3", "wan-2", "a14b-2", "hunyuan-2")
+@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3", "wan-2", "a14b-2", "hunyuan-2", "ltx2-2")
 @pytest.mark.parametrize(
     ("family", "graphs"),
     [
