@@ -2,11 +2,11 @@
 
     python benchmarks/compile_ahead.py [sd35_medium] [qwen_image] [qwen25_7b] [--arch 90] [--rows 8] [--size 512]
 
-The block has its real widths. The script needs a CUDA build of torch, which includes Triton and its assembler, but
-neither a driver nor a device. The block is traced on fake CPU tensors; its graphs are moved to `cuda:0` and given to
-Inductor, which is made to see a device of the architecture. Each Triton kernel that it generates is compiled to machine
-code (a cubin), for each launch configuration among which a job would choose by timing. Matrix products and attention
-are library calls, and are not compiled.
+The block has its real widths. The script needs Triton, whose wheel includes an assembler, but neither a driver, nor a
+device, nor a CUDA build of torch. The block is traced on fake CPU tensors; its graphs are moved to `cuda:0` and given
+to Inductor, which is made to see a device of the architecture. Each Triton kernel that it generates is compiled to
+machine code (a cubin), for each launch configuration among which a job would choose by timing. Matrix products and
+attention are library calls, and are not compiled.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import async_compile, compile_fx, scheduler
 from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import reinplace
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -98,6 +99,7 @@ def pretended(arch: int, kernels: dict[str, Kernel]) -> Iterator[None]:
         return NotLoaded()
 
     replaced: list[tuple[Any, str, Any]] = [
+        (torch.version, "cuda", torch.version.cuda or "13.0"),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
@@ -115,11 +117,13 @@ def pretended(arch: int, kernels: dict[str, Kernel]) -> Iterator[None]:
         (scheduler, "has_triton", lambda: True),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
         (async_compile.AsyncCompile, "triton", compile_kernel),
+        (reinplace, "_inplace_generalized_scatter", lambda out, src, views: out),  # of fake tensors
     ]
     options = {"compile_threads": 1, "force_disable_caches": True, "use_static_triton_launcher": False}
     driver.set_active(Driver(arch))
     with ExitStack() as stack:
         stack.enter_context(inductor_config.patch(options))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

@@ -114,7 +114,7 @@ def trl() -> Lines:
         parts = {"model": model, "processing_class": AutoTokenizer.from_pretrained(folder), "reward_funcs": reward}
         r = beside_trl.job_of_trl(lm_shapes.WORDS, samples, 4, Path(name) / "out", settings, clock, **parts)
     took = r["ends"][3] - r["ends"][1]
-    row = [title, f"{took:.2f}", f"{samples / took:.3f}", "", "", "", f"{peak_memory_gb(device()):.1f}"]
+    row = [title, f"{took:.2f}", f"{samples / took:.3f}", "", "", f"{peak_memory_gb(device()):.1f}"]
     note = f"{row[2]} responses/s; weights in float32, bfloat16 by autocast"
     yield Line(title, took > 0, took, "s", note, {"row": row})
 

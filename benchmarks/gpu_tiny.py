@@ -71,6 +71,7 @@ KINDS = {  # those that matter most come first
     "z_image": Kind("tiny", "tiny_z_image", (LORA,)),
     "wan": Kind("tiny", "tiny_wan", (LORA, FILMS)),
     "llada2": Kind("llada2", "tiny_llada2", (*BLOCKS, "model.mask_token='<|endoftext|>'")),
+    "lm lora nf4": Kind("lm", "tiny_lm", (LORA, "model.quantization=nf4")),
     "lm muon": Kind("lm", "tiny_lm", ("optim.name=muon",)),
 }
 

@@ -194,6 +194,7 @@ def day(folder: Path, *args: str) -> dict[tuple[str, str], dict[str, Any]]:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
     assert not [row for row in rows if row["good"] is False]
+    assert {len(row["more"]["row"]) for row in rows if "row" in row["more"]} == {len(gpu_fast.COLUMNS)}
     assert len(done.stdout) < gpu_day.MOST and "| Qwen2.5-0.5B | " in done.stdout
     return {(row["stage"], row["name"].strip()): row for row in rows}
 

@@ -104,9 +104,10 @@ def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor
 
 
 def velocity(policy: FlowPolicy, guidance: float = 3.0, prompts: list[Prompt] = PROMPTS) -> Tensor:
-    """The guided velocity [3, ...] of fixed latents, one for each of three prompts, with a gradient."""
+    """The guided velocity [3, ...] of fixed latents, one for each of three prompts, with a gradient; videos have 5 frames."""
     rollout = make_rollout(policy, 3, guidance=guidance)
     embeds = rollout.collate(prompts)
-    shape = policy.model.latent_shape(rollout.sampler.height, rollout.sampler.width)
+    frames = 5 if policy.model.makes_videos else 1
+    shape = policy.model.latent_shape(rollout.sampler.height, rollout.sampler.width, frames)
     latents = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     return policy.velocity(latents, torch.tensor([900.0, 500.0, 20.0]), embeds, torch.arange(3), rollout.sampler)

@@ -251,12 +251,12 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 # blocks of two streams share a graph, since their inputs before and after the first block have the same strides. The two
 # transformers of Wan 2.2 A14B share theirs.
 @pytest.mark.full
-@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3", "wan-2", "a14b-2", "hunyuan-2")
+@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3", "wan-2", "a14b-2", "hunyuan-2", "ltx2-2")
 @pytest.mark.parametrize(
     ("family", "graphs"),
     [
         *(("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)),
-        *(("wan", 2), ("a14b", 2), ("hunyuan", 2)),
+        *(("wan", 2), ("a14b", 2), ("hunyuan", 2), ("ltx2", 2)),
     ],
 )
 def test_blocks_of_each_family_can_be_compiled(folder: Folder, family: str, graphs: int) -> None:

@@ -77,6 +77,7 @@ MUTANTS = [
     Mutant("sd3_lora", IN_POLICY, "sigmas.to(device), timesteps.to(device)", "sigmas.to(device), timesteps"),
     Mutant("sd3_lora", MINI, "advantage=self.advantage.to(self.device)[at]", "advantage=self.advantage[at.cpu()]"),
     Mutant("sd3_lora", MINI, "weights = weight.to(self.device)", "weights = weight"),
+    Mutant("sd3_lora", "training/optim.py", 'device=device if fused else "cpu")', 'device="cpu")'),
     Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
     Mutant("sd3_lora", "run/world.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
     Mutant(

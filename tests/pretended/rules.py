@@ -222,8 +222,8 @@ def check_devices(op: Facts, args: Any, tensors: list[Tensor], places: list[torc
         return
     for tensor, place in zip(tensors, places, strict=True):
         if place.type == "cpu" and (tensor.dim() > 0 or not op.pointwise):
-            # AdamW's counts of steps may stay on the CPU
-            if op.name.startswith(("_fused_adam", "_foreach")) and tensor.dim() == 0:
+            # counts of steps, but for those of the fused kernel, may stay on the CPU
+            if op.name.startswith("_foreach") and tensor.dim() == 0:
                 continue
             RECORD.fault(f"{op.name}: operands on {sorted(map(str, set(places)))}; {tuple(tensor.shape)} on the CPU")
     if len({place for place in places if place.type == "cuda"}) > 1:

@@ -49,7 +49,8 @@ class LLM:
 
     sleepers = 0
 
-    def __init__(self, path: str, *, enable_sleep_mode: bool, load_format: str = "auto", **_: Any) -> None:
+    def __init__(self, path: str, *, enable_sleep_mode: bool, load_format: str = "auto", **options: Any) -> None:
+        self.options = options
         LLM.sleepers += enable_sleep_mode
         assert LLM.sleepers <= 1, "Sleep mode can only be used for one instance per process."
         self.sleeps, self.awake = enable_sleep_mode, {"weights", "kv_cache"}

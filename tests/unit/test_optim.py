@@ -1,6 +1,7 @@
 """Learning rates by hand, the optimizer against AdamW written out in float64, and the moving average."""
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from phalanx.distributed.fsdp import Sharded
 from phalanx.run.world import start_world
 from phalanx.training.offload import PART, OffloadedState
 from phalanx.training.optim import Ema, Optimizer, learning_rate
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import free_port, run_ranks
+from tests.pretended import install
 
 STEPS = 5
 
@@ -148,6 +150,31 @@ def test_adamw(ranks: int, fsdp_size: int, clip: float) -> None:
         assert [row["lr"] for row in result["said"]] == pytest.approx([0.02, 0.016, 0.012, 0.008, 0.004])
         for name, value in weights.items():
             torch.testing.assert_close(result["weights"][name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def train_on_a_gpu(config: OptimConfig, port: int) -> dict[str, Any]:
+    """`train` on a pretended GPU, and the number of tensors in each call of the fused kernel."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    install()
+    fused, calls = torch._fused_adamw_, []
+
+    def counted(tensors: list[Tensor], *args: Any, **keys: Any) -> None:
+        calls.append(len(tensors))
+        fused(tensors, *args, **keys)
+
+    torch._fused_adamw_ = counted
+    return train(config, 1, torch.float32, False) | {"calls": calls}
+
+
+def test_adamw_on_a_gpu_is_one_kernel() -> None:
+    """With all state on the device, counts of steps included, and the numbers of the formula."""
+    config = settings(grad_clip=0.5)
+    norms, weights = reference(config)
+    (result,) = run_ranks(train_on_a_gpu, 1, config, free_port(), init=False)
+    assert result["calls"] == [len(weights)] * STEPS and result["devices"] == {"cuda"}
+    assert [row["grad_norm"] for row in result["said"]] == pytest.approx(norms, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(result["weights"][name].double().cpu(), value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gradient_below_the_limit_is_left_as_it_is() -> None:

@@ -33,6 +33,7 @@ SHIPPED_LM = {
     "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
@@ -96,6 +97,13 @@ def test_the_cache_of_a_rollout(lm_folder: Path, tmp_path: Path) -> None:
     cache = 2 * 2 * (64 + 11) * 32 * 4
     # and a layer's, while it grows, and the probabilities of a token
     assert 4 * cache < found[0] and 4 * cache < found[1] - found[0] < 4 * (1.5 * cache + 512 * 30)
+
+
+def test_all_updates_are_planned(lm_folder: Path, tmp_path: Path) -> None:
+    """Also those that a job leaves out if an update has gone too far, which shapes cannot tell."""
+    keys = ("actor.ppo_mini_batch_size=2", "algorithm.early_stop_imp_ratio=5")
+    job = planned(tiny_lm_config(lm_folder, tmp_path, *keys), Cluster(1, 2))
+    assert job.plan is not None and job.state.updates_made == job.plan.updates == 2
 
 
 def test_partial_rollouts_hold_more_than_they_train(lm_folder: Path, tmp_path: Path) -> None:

@@ -101,24 +101,3 @@ def test_all_have_to_be() -> None:
     size = int((every + ALLOWED) / (1 - SPARE))
     assert fewer_blocks(planned(qwen(), Cluster(1, 4)), size + GB // 100) is None
     assert fewer_blocks(planned(qwen(), Cluster(1, 4)), size - GB) is None  # they do not fit either
-
-
-@pytest.mark.full
-@pytest.mark.seldom("sd35_large_pickscore-59-5", "flux1_dev_pickscore-64-36", "wan21_t2v_1_3b_ocr-63-25")
-@pytest.mark.parametrize(
-    ("name", "size", "blocks"),
-    [
-        ("flux2_klein_4b_pickscore", 63, 0),
-        ("sd35_large_pickscore", 59, 5),
-        ("flux1_dev_pickscore", 64, 36),
-        ("wan21_t2v_1_3b_ocr", 63, 25),
-    ],
-)
-def test_recipes_that_recompute_little_fit(name: str, size: int, blocks: int) -> None:
-    """As their comments say, in an update: besides 4 GB, such as PickScore's."""
-    cfg = load_config(FlowRLConfig, str(ROOT / "configs" / "flowgrpo" / f"{name}_lora.yaml"), [])
-    assert cfg.model.recomputed(60) == blocks
-    cfg.model.path = fetch(cfg.model.path)
-    cfg.model.family = family_name(cfg.model)
-    peak = count(planned(cfg, Cluster(1, 8))).peak
-    assert round(peak / GB) == size and peak + ALLOWED + 4 * GB < 80 * GB * (1 - SPARE)

@@ -1,4 +1,5 @@
-"""Whether something works on the machines of a job, such as torch.compile, which needs a C++ compiler, on GPUs Triton.
+"""Whether something works on the machines of a job, such as torch.compile, which needs a C++ compiler on CPUs and
+Triton on GPUs.
 
 Ranks that compute in different ways would round differently, so all ranks of a job do the same.
 """
@@ -45,8 +46,12 @@ def compiles(world: World, key: str, trial: Callable[[torch.device], object]) ->
     key: what goes uncompiled otherwise, for the line.
     """
     line = f"{key}: all ranks go on without, because torch.compile fails"
-    # first the compiler, because a cache may have what is tried, but not what comes later
-    return works(world, line, cpp_builder.get_cpp_compiler, partial(trial, world.device))
+    checks: list[Callable[[], object]] = [partial(trial, world.device)]
+    if (
+        world.device.type == "cpu"
+    ):  # first the compiler, because a cache may have what is tried, but not what comes later
+        checks.insert(0, cpp_builder.get_cpp_compiler)
+    return works(world, line, *checks)
 
 
 def where_it_works(config: C, world: World) -> C:

@@ -221,6 +221,7 @@ class RLRehearsal(Rehearsal):
         timers, progress = self.job.timers, self.job.progress
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
         algorithm.credit = self._assign_credit  # type: ignore[method-assign]
+        algorithm.max_ratio = None  # ratios have no values, so that all updates of a step count
         common = (cfg, plan, algorithm, policy, policy.world, state, self.rescorer, timers)
         score = _image_means if algorithm.last_steps else None
         self.updater = PlannedUpdater(*common, teachers=teachers, score=score)
