@@ -34,6 +34,7 @@ SHIPPED_LM = {
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "inclusionAI/LLaDA2.0-mini": 16_255_638_528,  # and biases of the routers, which are not trained
