@@ -44,7 +44,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint quickstart-sft test-fast test test-rest test-all test-instruction-sets test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-day gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint quickstart-sft recipe test-fast test test-rest test-all test-instruction-sets test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-day gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -56,6 +56,7 @@ help:
 	@echo "make quickstart-bd    train a tiny block-diffusion model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make quickstart-joint    a tiny language model solves word problems and a tiny SD3 draws the answers, with one reward"
 	@echo "make quickstart-sft   supervised fine-tuning of the tiny language model on right solutions, two CPU ranks, about a minute"
+	@echo "make recipe           SFT, GRPO and self-distillation of a tiny language model with a calculator, a few minutes"
 	@echo "make test-fast        tests of numerics and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 20 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
@@ -106,6 +107,9 @@ quickstart-joint: $(VENV)/.installed
 
 quickstart-sft: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_sft.py configs/sft/quickstart.yaml $(ARGS)
+
+recipe: $(VENV)/.installed
+	@$(TWO_RANKS) sh examples/recipe.sh
 
 quickstart-vl: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_vl.yaml $(ARGS)

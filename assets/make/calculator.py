@@ -2,6 +2,7 @@
 calculator for them.
 """
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from assets.make.tiny_lm import END, Row, fit
 from assets.make.words import ITEMS, NAMES, SPLITS, Problem, made
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from phalanx.environments.tools import method_tool
 from phalanx.zoo.environments.calculator import Calculator
 
 TEMPLATE = (
@@ -29,6 +31,7 @@ NEW_TOKENS = [
     '", "arguments": {"', "expression", '": "', '"}}',
 ]  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
+HINTED = "{prompt} Calculate {context}"
 calculator = Calculator().calculator
 PROMPT_WEIGHT = 0.05  # of a prompt's tokens in the loss
 CALLS = 0.25  # of the transcripts
@@ -75,14 +78,57 @@ def write_data(folder: Path, seed: int = 0) -> None:
                 file.write(json.dumps({"question": new.question, "answer": answer}) + "\n")
 
 
-def finetune(base: Path, folder: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> None:
-    """Train the quickstart's language model on transcripts, on the CPU, and write its folder in float16."""
+def write_conversations(file: Path, count: int, seed: int) -> None:
+    """Conversations with the calculator, as OpenAI writes them; every other question says what to calculate."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rng, stream = random.Random(seed), problems(seed + 2, "train")
+    tools = [method_tool(Calculator, "calculator", "tools").schema]
+    with file.open("w") as lines:
+        for number in range(count):
+            new, hinted = next(stream), number % 2 == 1
+            question = HINTED.format(prompt=new.question, context=whole(new)) if hinted else new.question
+            messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+            steps = [step.partition("=")[0] for step in new.steps]
+            for expression in [whole(new)] if hinted or rng.random() < 0.5 else steps:
+                call = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
+                messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": call}]})
+                messages.append({"role": "tool", "content": calculator(expression)})
+            messages.append({"role": "assistant", "content": f"#### {new.answer}"})
+            lines.write(json.dumps({"messages": messages, "tools": tools}) + "\n")
+
+
+def write_hints(problems_file: Path, file: Path) -> None:
+    """The problems of `write_data` with what to calculate in a column `hint`."""
+    with problems_file.open() as lines, file.open("w") as hinted:
+        for row in map(json.loads, lines):
+            *steps, answer = row["answer"].split("\n")
+            known = Problem(row["question"], tuple(steps), int(answer.removeprefix("#### ")))
+            hinted.write(json.dumps(row | {"hint": whole(known)}) + "\n")
+
+
+def with_tools(base: Path, folder: Path, seed: int) -> tuple[Any, Any]:
+    """The quickstart's language model with tokens and a chat template for tools, which it has not seen yet; its folder
+    in float16, and both.
+    """
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(NEW_TOKENS)
     tokenizer.chat_template = TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    save(model, tokenizer, folder)
+    return model, tokenizer
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write both, in float16."""
+    copy.deepcopy(model).half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def finetune(base: Path, folder: Path, *, steps: int, batch_size: int, lr: float, seed: int) -> None:
+    """Train the quickstart's language model on transcripts, on the CPU, and write its folder in float16."""
+    model, tokenizer = with_tools(base, folder, seed)
     rng = random.Random(seed)
     stream = problems(seed + 1, "train")
 
@@ -90,8 +136,7 @@ def finetune(base: Path, folder: Path, *, steps: int, batch_size: int, lr: float
         return [_transcript(tokenizer, next(stream), rng) for _ in range(batch_size)]
 
     fit(model, tokenizer.pad_token_id, batch, steps=steps, lr=lr, decay=0.4)
-    model.half().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(model, tokenizer, folder)
 
 
 def _transcript(tokenizer: Any, problem: Problem, rng: random.Random) -> Row:

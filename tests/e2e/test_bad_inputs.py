@@ -163,7 +163,7 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         lambda p: ["algorithm.name=flow_gpro"],
         "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, cross_entropy, dance_grpo, dgpo, "
         "diffusion_dpo, diffusion_nft, distillation, dpo, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
-        "refl, reinforce_plus_plus, rloo, rwr, sapo, sdft, sft, tempflow_grpo, a dotted module, or path/to/file.py",
+        "refl, reinforce_plus_plus, rloo, rwr, sapo, sdft, sdpo, sft, tempflow_grpo, a dotted module, or path/to/file.py",
     ),
     (
         "a key of another algorithm",

@@ -73,19 +73,28 @@ class Distilled(grpo.Algorithm):
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
         """The clipped surrogate [B, A], whose advantage includes the KL to the teacher under k1, and its metrics."""
-        c, teacher = self.config, batch.reference_outputs[TEACHER]
+        c, teacher = self.config, self.taught(batch.log_prob, batch)
         advantage = spread(batch.advantage, replay.log_prob)
         if c.loss_type == "k1":
             advantage = advantage - c.distillation_loss_coef * kl_estimate(batch.log_prob, teacher, "k1")
         loss, stats = self.clipped(replay, batch, advantage)
-        kl = kl_estimate(replay.log_prob.detach(), teacher, "k1")
-        return loss, stats | of_teachers(self.teachers, "teacher_kl", kl, batch)
+        now = replay.log_prob.detach()
+        kl = kl_estimate(now, self.taught(now, batch), "k1")
+        return loss, stats | self.divergence(kl, batch)
+
+    def taught(self, student: Tensor, batch: Batch[TokenTrace]) -> Tensor:
+        """The teacher's log-probabilities [B, A] of the sampled tokens, beside those of the `student`."""
+        return batch.reference_outputs[TEACHER]
+
+    def divergence(self, kl: Tensor, batch: Batch[TokenTrace]) -> Metrics:
+        """The metric of the KL [B, A] to the teacher."""
+        return of_teachers(self.teachers, "teacher_kl", kl, batch)
 
     def regularize(self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: Metrics) -> Tensor:
         """Add the KL to the teacher, except under k1, and the terms of grpo."""
         c = self.config
         if c.loss_type != "k1":
-            kl = kl_estimate(replay.log_prob, batch.reference_outputs[TEACHER], c.loss_type)
+            kl = kl_estimate(replay.log_prob, self.taught(replay.log_prob.detach(), batch), c.loss_type)
             loss = loss + c.distillation_loss_coef * kl
         return super().regularize(loss, replay, batch, stats)
 

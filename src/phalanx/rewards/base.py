@@ -37,11 +37,13 @@ class RewardOutput:
 
     extras: further values by name, B each, such as 1 for an output that could not be scored and 0 for any other.
     problem: why some scores are NaN, as a phrase to be used within a message.
+    feedback: what is said about each output, None or an empty text for nothing: see the algorithm sdpo.
     """
 
     scores: Scores
     extras: Mapping[str, Scores] = field(default_factory=dict)
     problem: str | None = None
+    feedback: Sequence[str | None] | None = None
 
 
 class RewardWithExtras:

@@ -35,11 +35,13 @@ class Scored:
     """The rows of a term for B samples, its scores first.
 
     problem: why scores are missing, if some are. refused: samples of rows that the reward's check_row refuses.
+    feedback: what the reward says about each sample; empty if it says nothing.
     """
 
     rows: Rows
     problem: str | None = None
     refused: int = 0
+    feedback: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -104,7 +106,20 @@ def score(call: Call, *, forgives: bool = False, copy: Callable[[Outputs], Outpu
     for row, values in zip(term.rows, (scores, *map(output.extras.get, term.extras)), strict=True):
         of_outputs = as_numbers(values, row, term.takes, prompts, problem, forgives=forgives)
         rows[row] = of_outputs.view(-1, call.frames).mean(1)
-    return Scored(rows, problem)
+    return Scored(rows, problem, feedback=_texts(output.feedback, term.name, prompts)[:: call.frames])
+
+
+def _texts(feedback: Any, name: str, prompts: list[Prompt]) -> tuple[str, ...]:
+    """The texts of a reward. Raises RewardError if they are not one, or None, for each prompt."""
+    if feedback is None:
+        return ()
+    texts = tuple("" if text is None else text for text in feedback)
+    if len(texts) != len(prompts) or {*map(type, texts)} - {str}:
+        raise RewardError(
+            f"reward {name!r} returned the feedback {cut(repr(feedback))} on {on_prompts(prompts)}; expected a text or "
+            f"None for each of {len(prompts)} outputs"
+        )
+    return texts
 
 
 def as_numbers(

@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
 
 from phalanx.config.run import RunConfig
-from phalanx.distributed.collectives import agree, all_gather_apart, reduce_int
+from phalanx.distributed.collectives import agree, all_gather_apart, all_gather_object, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.rewards.base import RewardError
@@ -34,6 +35,8 @@ class RewardClient:
     judged: maps a prompt to the prompt that its samples are scored with; None: the same prompt.
     forgives: whether samples may lack a score; `take_errors` has their number.
     has_judges: whether `ask` must be called between `submit` and `collect`.
+    feedback: what rewards say about the samples of the last `collect`, if they may; see `tells`.
+    tells: whether `collect` also sets `feedback`, on all ranks or on none.
     metrics: perf/... of the last `collect`: busy seconds of the reward threads and of the reward model. time/reward has
         only the waiting.
     """
@@ -53,6 +56,7 @@ class RewardClient:
         self.forgives = cfg.reward.on_error != "fail"
         self.has_judges = reward_set is not None and reward_set.judges is not None
         self.metrics: dict[str, float] = {}
+        self.tells, self.feedback = False, list[str]()
         self._weights = f"{cfg.model:path}, {cfg.model:dtype} and {cfg.optim:lr}"  # for messages
         self._errors = 0  # samples without a score since the last take_errors
         self._warned_of_errors = False
@@ -104,6 +108,8 @@ class RewardClient:
         self.metrics = {"perf/reward_busy_s": rewards.busy_s}
         if rewards.judges is not None:
             self.metrics["perf/judge_busy_s"] = rewards.judges.busy_s
+        if self.tells:
+            self.feedback = self._feedback_of_all(rewards.feedback)
         if self.world.context_size > 1:
             terms = self._of_all(terms)
         if self.forgives and terms:  # there are none if every term is a PolicyReward
@@ -139,6 +145,15 @@ class RewardClient:
             dealt = all_gather_apart(padded)[place : place + size]
             merged[name] = torch.stack(dealt, 1).flatten()[:count]
         return merged
+
+    def _feedback_of_all(self, texts: list[str]) -> list[str]:
+        """The texts about all of this rank's samples, including those that other ranks have scored for it."""
+        size = self.world.context_size
+        if size == 1:
+            return texts
+        place = self.world.rank // size * size
+        dealt = all_gather_object(texts)[place : place + size]
+        return list(filter(lambda text: text is not None, chain(*zip_longest(*dealt))))
 
     def _fill_missing(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's terms [B] with missing scores set to 0, or left NaN with reward.on_error=skip.

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.rewards.base import RewardOutput
 from phalanx.telemetry.records import TALKS
 
 OUTPUTS = {"solution_str": "completions", "solution_image": "images"}  # by parameter of verl and VeRL-Omni
@@ -65,15 +66,13 @@ class TrlReward:
 
 
 class VerlReward:
-    """A reward function of verl. If it returns a dict, the value of `score` is used."""
+    """A reward function of verl. Of a dict that it returns, `score` is used, and `feedback` if it is a text."""
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._function, self._kwargs = function, dict(kwargs)
         self._names = verl_arguments(inspect.signature(function))
 
-    def __call__(
-        self, outputs: list[str] | Tensor, prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> list[float | None]:
+    def __call__(self, outputs: list[str] | Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         """Score B completions, or images [B, 3, H, W]."""
         results = []
         for output, meta in zip(outputs, metadata, strict=True):
@@ -85,7 +84,14 @@ class VerlReward:
             }
             arguments = {name: values[name] for name in self._names}
             results.append(self._function(**{**arguments, **self._kwargs}))
-        return [_verl_score(result) for result in _await_results(results)]
+        results = _await_results(results)
+        scores: list[Any] = []
+        feedback: list[str | None] = []
+        for result in results:
+            text = result.get("feedback") if isinstance(result, Mapping) else None
+            feedback.append(text if isinstance(text, str) else None)
+            scores.append(_verl_score(result))
+        return RewardOutput(scores, feedback=feedback if any(feedback) else None)
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without the ground truth that a function of texts requires."""

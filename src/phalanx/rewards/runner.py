@@ -74,6 +74,7 @@ class RewardSet:
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self.problem: str | None = None  # the first failure that the last `collect` forgave
+        self.feedback: list[str] = []  # of the last `collect`: what rewards say about each sample; empty if none does
         self.refused = 0  # samples of the last `collect` whose rows a reward's check_row refuses
         self._cfg, self._forgives = cfg, cfg.on_error != "fail"
         of_rank = torch.device(device)
@@ -222,13 +223,17 @@ class RewardSet:
         # terms without a call have rows, too, because all ranks must gather the same ones
         parts: dict[str, list[Tensor]] = {row: [] for term in self._scored for row in term.rows}
         self.problem = None
-        refused = dict.fromkeys(parts, 0)
+        refused, feedback = dict.fromkeys(parts, 0), dict[str, list[str]]()
         for call, task in zip(calls, tasks, strict=True):
             scored = task.result()
             self.problem = self.problem or scored.problem
             refused[call.term.name] += scored.refused
+            feedback.setdefault(call.term.name, []).extend(scored.feedback or [""] * len(call.prompts[:: call.frames]))
             for row, values in scored.rows.items():
                 parts[row].append(values)
+        self.feedback = []
+        for texts in zip(*feedback.values(), strict=True):
+            self.feedback.append("\n".join(filter(None, texts)))
         self.refused = max(refused.values(), default=0)
         return {row: torch.cat(values) if values else torch.zeros(0) for row, values in parts.items()}
 

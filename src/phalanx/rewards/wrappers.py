@@ -3,6 +3,7 @@ blame, and what `reward.on_error` forgives.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,6 +47,7 @@ def _one_by_one(inner: Score, forgives: bool, call: Call) -> Scored:
             raise
     rows: dict[str, list[Tensor]] = {row: [] for row in term.rows}
     problem: str | None = None
+    feedback: list[str] = []
     for first in range(0, len(prompts), frames):
         sample = slice(first, first + frames)
         try:
@@ -57,7 +59,8 @@ def _one_by_one(inner: Score, forgives: bool, call: Call) -> Scored:
         problem = problem or scored.problem
         for row, values in scored.rows.items():
             rows[row].append(values)
-    return Scored({row: torch.cat(values) for row, values in rows.items()}, problem)
+        feedback += scored.feedback or [""]
+    return Scored({row: torch.cat(values) for row, values in rows.items()}, problem, feedback=tuple(feedback))
 
 
 def _forgive_errors(inner: Score, call: Call) -> Scored:
@@ -68,12 +71,12 @@ def _forgive_errors(inner: Score, call: Call) -> Scored:
         return _missing_scores(call.term, len(call.prompts) // call.frames, str(error))
     lost = torch.stack([~(values.abs() <= LARGEST) for values in scored.rows.values()]).any(0)  # true for NaN, too
     if not lost.any():
-        return Scored(scored.rows)
+        return replace(scored, problem=None)
     what = f"returned NaN, infinity or more than {LARGEST:g}" if scored.problem is None else "has no score"
     why = "" if scored.problem is None else f": {scored.problem}"
     where = on_prompts([call.prompts[i * call.frames] for i in lost.nonzero().flatten().tolist()])
     rows = {row: values.masked_fill(lost, torch.nan) for row, values in scored.rows.items()}
-    return Scored(rows, f"reward {call.term.name!r} {what} on {where}{why}")
+    return replace(scored, rows=rows, problem=f"reward {call.term.name!r} {what} on {where}{why}")
 
 
 def _of_checked_rows(inner: Score, call: Call) -> Scored:
@@ -87,7 +90,7 @@ def _of_checked_rows(inner: Score, call: Call) -> Scored:
     problem = f"reward {term.name!r} has no score on {where}: {objections[refused[0]]}"
     rows = _missing_scores(term, len(objections)).rows
     kept = [i for i in range(len(objections)) if i not in refused]
-    subject = call.subject
+    subject, feedback = call.subject, [""] * len(objections)
     if kept and subject is not None:
         at = [i * frames + k for i in kept for k in range(frames)]
         outputs = subject[at] if isinstance(subject, Tensor) else [subject[i] for i in at]
@@ -95,7 +98,9 @@ def _of_checked_rows(inner: Score, call: Call) -> Scored:
         problem = scored.problem or problem
         for row, values in scored.rows.items():
             rows[row][kept] = values
-    return Scored(rows, problem, len(refused))
+        for i, text in zip(kept, scored.feedback, strict=False):
+            feedback[i] = text
+    return Scored(rows, problem, len(refused), tuple(feedback))
 
 
 def _missing_scores(term: Term, count: int, problem: str | None = None) -> Scored:

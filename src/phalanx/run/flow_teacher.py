@@ -39,6 +39,8 @@ class LoadedFlowTeacher:
     otherwise it keeps its own.
     """
 
+    told = False
+
     def __init__(self, student: FlowPolicy, policy: FlowPolicy, rollout: PolicyRollout) -> None:
         self.student, self.policy, self.rollout = student, policy, rollout
 

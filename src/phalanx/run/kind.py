@@ -28,7 +28,7 @@ from phalanx.run.start import JobComponents, build_rewards, fitting_sets
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import check_world
 from phalanx.telemetry.loggers import check_loggers
-from phalanx.training.components import TrainedPolicy
+from phalanx.training.components import Tell, TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm, Prompt, Rollout
 
@@ -181,6 +181,10 @@ class PolicyKind(Kind, ABC):
     @abstractmethod
     def val_rollout(self, policy: Any) -> Any:
         """Build the engine that draws samples to score only."""
+
+    def tell(self, policy: Any, rollout: Any) -> Tell | None:
+        """See phalanx.training.collect.Collector."""
+        return None
 
     @abstractmethod
     def files(self, config: Any) -> Any:

@@ -30,7 +30,8 @@ from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
 from phalanx.run.disaggregated.role_batches import part_of
 from phalanx.run.kind import PolicyKind, Schemas, Sets
-from phalanx.run.lm_teacher import ContextTeacher, load_teacher, with_context
+from phalanx.run.lm_context import Contexts, check_rows, with_column
+from phalanx.run.lm_teacher import ContextTeacher, load_teacher
 from phalanx.run.start import fitting_sets
 from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.minibatches import BatchPlan
@@ -131,8 +132,10 @@ class LM(PolicyKind):
     def fit(self, rows: list[Prompt], key: str, policy: LMPolicy) -> list[Prompt]:
         rows = fitting_prompts(rows, key, policy, first=policy.world.lead)
         if self.tells and key == "data.train_files":
-            algorithm = self.cfg.algorithm
-            rows = with_context(rows, policy, algorithm.context_key, algorithm.teacher_prompt_template)
+            if self.cfg.algorithm.context == ["column"]:
+                rows = with_column(rows, policy, self.cfg.algorithm)
+            else:
+                check_rows(rows, self.cfg.algorithm)
         return read_answers(rows, policy, first=policy.world.lead) if ANSWERS in rows[0].meta else rows
 
     def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> LMPolicy:
@@ -198,6 +201,11 @@ class LM(PolicyKind):
         if cfg.trainer.balance_batch and plan.by_tokens and policy.vision is None:
             beside["costs"] = policy.sample_flops
         return beside
+
+    def tell(self, policy: LMPolicy, rollout: Any) -> Contexts | None:
+        # the reset of an environment may add to a prompt
+        late = self.tells and (self.cfg.talks or self.cfg.algorithm.context != ["column"])
+        return Contexts(policy, rollout, self.cfg.algorithm) if late else None
 
     def files(self, config: Any) -> Any:
         return lm_export

@@ -8,21 +8,20 @@ import torch
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.section import reported_by
-from phalanx.data.data_files import DataError
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.chat import chat_messages, prompt_tokens
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
-from phalanx.models.lm.model import positions
 from phalanx.training.components import taught_model
-from phalanx.types import Prompt, Samples, Teacher
+from phalanx.types import Samples, Teacher
 
 
 class LoadedLMTeacher:
     """A teacher sharded over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
+
+    told = False
 
     def __init__(self, student: LMPolicy, policy: LMPolicy) -> None:
         self.student, self.policy = student, policy
@@ -87,7 +86,9 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
 
 
 class ContextTeacher:
-    """The policy itself, or an average of its weights, which reads the prompts of `with_context`."""
+    """The policy itself, or an average of its weights, which reads the prompts of phalanx.run.lm_context."""
+
+    told = True
 
     def __init__(self, policy: LMPolicy) -> None:
         self.policy = policy
@@ -96,19 +97,24 @@ class ContextTeacher:
         """Operations of the teacher's pass over a sample, relative to the policy's."""
         trace: TokenTrace = samples.trace
         scored, length = float(trace.lengths.float().mean()), float(trace.stops.float().mean())
-        more = sum(len(prompt.told) for prompt in samples.prompts) - int(trace.starts.sum())
-        longer = self.policy.forward_flops(length + more / len(samples.prompts), scored)
+        more = []
+        for prompt, start in zip(samples.prompts, trace.starts.tolist(), strict=True):
+            more += [len(prompt.told) - start] if prompt.told else []
+        longer = self.policy.forward_flops(length + sum(more) / max(len(more), 1), scored)
         return longer / self.policy.forward_flops(length, scored)
 
     def samples(self, samples: Samples) -> Samples:
-        """The policy's samples, whose responses follow the teacher's prompts."""
+        """The policy's samples, whose responses follow the teacher's prompts; without one, their own."""
         trace: TokenTrace = samples.trace
         before, behind = trace.starts.tolist(), (trace.stops - trace.starts).cpu()
-        starts = torch.tensor([len(prompt.told) for prompt in samples.prompts])
+        told = []
+        for prompt, ids, start in zip(samples.prompts, trace.ids, before, strict=True):
+            told.append(torch.tensor(prompt.told) if prompt.told else ids[:start].cpu())
+        starts = torch.tensor(list(map(len, told)))
         longest = reduce_int(int((starts + behind).max()), "max")
         ids, marks = torch.full((len(starts), longest), self.policy.pad), torch.zeros(len(starts), longest).bool()
         for i, (start, count) in enumerate(zip(starts.tolist(), behind.tolist(), strict=True)):
-            ids[i, :start] = torch.tensor(samples.prompts[i].told)
+            ids[i, :start] = told[i]
             response = slice(before[i], before[i] + count)
             ids[i, start : start + count] = trace.ids[i, response].cpu()
             if trace.sampled is not None:
@@ -118,36 +124,3 @@ class ContextTeacher:
         if trace.sampled is not None:
             theirs = replace(theirs, sampled=marks.to(device), ends=(starts + behind).to(device))
         return replace(samples, trace=theirs)
-
-
-def with_context(rows: list[Prompt], policy: LMPolicy, key: str, template: str) -> list[Prompt]:
-    """The rows with the tokens that a ContextTeacher reads: the last message of the user is `template`, filled with it
-    and with the text in the data's column `key`. Raises DataError for a row without the text or with images, or with a
-    text that is too long for the model.
-    """
-    told, longest = [], positions(policy.settings)
-    for row in rows:
-        context = row.meta.get(key)
-        if not isinstance(context, str) or not context.strip():
-            raise DataError(f"{row.place}: no text in the column {key}; see algorithm.context_key")
-        if row.images:
-            raise DataError(f"{row.place} has images, which a teacher with more in its prompt does not read")
-        messages = list(chat_messages(row))
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        text = template.format(prompt=messages[last]["content"], context=context)
-        messages[last] = {**messages[last], "content": text}
-        told.append(replace(row, text=text, messages=messages))
-    result = []  # not by policy.encode, which may cut prompts
-    every = prompt_tokens(policy.tokenizer, told, policy.data, policy.config.path)
-    for row, tokens in zip(rows, map(policy.readable, every), strict=True):
-        if max(tokens, default=0) >= policy.rows:
-            token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
-            raise DataError(f"{row.place}: its {key} contains {token!r}, which the model does not embed")
-        length = len(tokens) + policy.data.max_response_length
-        if longest is not None and length > longest:
-            raise DataError(
-                f"{row.place}: with {key}, the teacher's prompt and the longest response have {length} tokens, and the "
-                f"model has {longest} positions; lower data.max_response_length"
-            )
-        result.append(replace(row, told=tuple(tokens)))
-    return result

@@ -80,7 +80,8 @@ def build(cfg: RLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     rollout = kind.train_rollout(policy, plan, algorithm) if world.samples else None
     exact = cfg.rollout.facts.exact if rollout is None else rollout.exact
-    components = JobComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=kind.noun)
+    tell = None if rollout is None else kind.tell(policy, rollout)
+    components = JobComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=kind.noun, tell=tell)
     if world.role == ROLLOUT:
         return RolloutWorker(cfg, part, components, prompts)
     beside = kind.load_beside(policy, plan, algorithm, rollout)
@@ -121,9 +122,8 @@ def build_trainer(
         weights = algorithm.behaviour
         if not algorithm.needs_reward and rollout.facts.weights == "none":  # scores of the data would teach nothing
             rewards = RewardClient(cfg, world, None, timers, noun)
-        collector: Collects = Collector(
-            cfg, plan, policy, rollout, rewards, prompts, timers, weights=weights, rescorer=rescorer
-        )
+        beside_rollout: dict[str, Any] = {"weights": weights, "rescorer": rescorer, "tell": components.tell}
+        collector: Collects = Collector(cfg, plan, policy, rollout, rewards, prompts, timers, **beside_rollout)
     else:
         make, part = SCHEDULES[cfg.rollout.schedule], of_role(plan, cfg, link_of(world).roles, ACTOR)
         held_out = sum(map(len, components.val_sets.values()))

@@ -23,7 +23,7 @@ from phalanx.rewards.runner import RewardSet
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import saved_choice
 from phalanx.run.world import start_world, world_of_run
-from phalanx.training.components import TrainedPolicy
+from phalanx.training.components import Tell, TrainedPolicy
 from phalanx.types import Prompt, Rollout, Teacher
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class JobComponents:
     """The components that a kind of policy provides to a job.
 
     rollout and rewards: None if other ranks sample. exact and noun: those of the rollout, on whichever ranks it is (see
-    phalanx.types.Rollout). val_sets: held-out prompts by name.
+    phalanx.types.Rollout). val_sets: held-out prompts by name. tell: see phalanx.training.collect.Collector.
     """
 
     world: World
@@ -44,6 +44,7 @@ class JobComponents:
     val_sets: dict[str, list[Prompt]]
     exact: bool = True
     noun: str = "samples"
+    tell: Tell | None = None
 
 
 def start_job(cfg: RunConfig, part: str = "") -> World:

@@ -2,20 +2,21 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.config.run import RLConfig, TrainerConfig
-from phalanx.distributed.collectives import all_gather
+from phalanx.distributed.collectives import all_gather, all_gather_rows
 from phalanx.functional.advantage import fill_missing, has_signal
 from phalanx.functional.rewards import check_range
 from phalanx.rewards import RewardSet
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import TrainedPolicy
+from phalanx.training.components import Tell, TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.rescorer import Rescorer
 from phalanx.types import Collected, Prompt, Rollout, Samples
@@ -64,11 +65,15 @@ class Collector:
         rescorer: Rescorer | None = None,
         chunks: int = 1,
         group: int | None = None,
+        tell: Tell | None = None,
     ) -> None:
-        """`group`: number of consecutive samples whose rewards are compared; None: the samples of a prompt."""
+        """`group`: number of consecutive samples whose rewards are compared; None: the samples of a prompt. `tell`:
+        gives each sample what a teacher reads beside its prompt; None: nothing that depends on the samples.
+        """
         self.cfg, self.plan, self.policy = cfg, plan, policy
         self.rollout, self.rewards, self.prompts, self.timers = rollout, rewards, prompts, timers
-        self.weights, self.rescorer, self.chunks = weights, rescorer, chunks
+        self.weights, self.rescorer, self.chunks, self.tell = weights, rescorer, chunks, tell
+        rewards.tells = tell is not None
         self.group_id = torch.arange(plan.samples) // (group or cfg.rollout.n)  # [N], for the samples of all ranks
         self.total_steps = total_steps(cfg.trainer, prompts)
 
@@ -97,9 +102,11 @@ class Collector:
         reward_set = self.rewards.reward_set
         if reward_set is None:
             reward = torch.zeros(self.plan.samples)
+            samples = samples if self.tell is None else self.tell(samples, reward, [])
             return samples, reward, self.rollout.metrics(samples, reward)
         with self.timers("reward"):  # only waits for the last scores: most were computed during sampling
             terms = self._gather_terms() | self._policy_terms(reward_set, samples)
+        feedback = self._gather_feedback()
         reward, redrawn, config = self._combine_terms(reward_set, terms, step, samples), 0, self.cfg.rollout
         check_range(reward)
         unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
@@ -120,6 +127,9 @@ class Collector:
             with self.timers("reward"):
                 again, numbers = self._gather_terms(), all_gather(numbers)
             real = numbers >= 0
+            for number, text in zip(numbers.tolist(), self._gather_feedback(), strict=False):
+                if number >= 0:
+                    feedback[number] = text
             drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
             terms = drawn | self._policy_terms(reward_set, samples)
             reward = self._combine_terms(reward_set, terms, step, samples)
@@ -127,6 +137,9 @@ class Collector:
             redrawn += int(stale.sum())
         if redrawn > 0:
             samples, _ = self._rescore_samples(samples)
+        if self.tell is not None:
+            with self.timers("encode"):
+                samples = self.tell(samples, reward, feedback)
         # rewards of single actions are part of the weighted sum, but not of normalised scores
         if samples.action_reward is not None:
             weight = 0.0 if self.cfg.reward.normalize != "none" else reward_set.turn_weight(step)
@@ -175,6 +188,10 @@ class Collector:
     def _gather_terms(self) -> dict[str, Tensor]:
         """The terms of the reward, each [N], of the samples that all ranks submitted, in the order of ranks."""
         return {name: all_gather(values) for name, values in self.rewards.collect().items()}
+
+    def _gather_feedback(self) -> list[str]:
+        """The texts of rewards about the samples that all ranks submitted, in the order of ranks; empty for none."""
+        return list(chain(*all_gather_rows(self.rewards.feedback))) if self.tell is not None else []
 
     def _policy_terms(self, reward_set: RewardSet, samples: Samples) -> dict[str, Tensor]:
         """The terms of the reward, each [N], that the policy itself computes, for all ranks' samples."""

@@ -111,16 +111,26 @@ class TrainedPolicy(Policy, Protocol):
 
 
 class LoadedTeacher(Protocol):
-    """A frozen model beside the policy, on all ranks."""
+    """A frozen model beside the policy, on all ranks. `told`: it only evaluates samples whose prompts have `told`."""
 
     @property
     def policy(self) -> Policy: ...
+
+    @property
+    def told(self) -> bool: ...
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples as inputs of the teacher, with its own conditioning."""
 
     def relative_cost(self, samples: Samples) -> float:
         """Operations of the teacher's pass over a sample, relative to the policy's."""
+
+
+class Tell(Protocol):
+    """Gives the prompts of this rank's samples what a teacher reads; a collective of all ranks."""
+
+    def __call__(self, samples: Samples, reward: Tensor, feedback: list[str]) -> Samples:
+        """reward [N] and feedback [N] (or none) are those of all ranks' samples."""
 
 
 class Critic(Protocol):

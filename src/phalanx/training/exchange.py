@@ -48,11 +48,11 @@ def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tens
         else:
             plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     of_rows = [samples.prompts[i] for i in at.tolist()]
-    prompts = {p.group_id: asdict(replace(p, meta={}, images=())) for p in of_rows}
+    prompts = {p.group_id: asdict(replace(p, meta={}, images=(), told=())) for p in of_rows}
     plain_values = {
         "trace": plain,
         "prompts": list(prompts.values()),
-        "groups": [p.group_id for p in of_rows],
+        "groups": [(p.group_id, p.told) for p in of_rows],
         "stop": stop,
         "exact": samples.exact,
         "on_policy": samples.on_policy,
@@ -89,7 +89,7 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
         if name in tensors:
             tensors[name] = tensors[name].to(device)
     samples = Samples(
-        prompts=[known[group] for group in plain_values["groups"]],
+        prompts=[replace(known[group], told=tuple(told)) for group, told in plain_values["groups"]],
         outputs=[],
         trace=kind(**values),
         exact=plain_values["exact"],

@@ -115,6 +115,7 @@ class Updater:
         self.teachers, self.critic, self.chunks, self.costs = dict(teachers or {}), critic, chunks, costs
         self.score, self.chunk_plan = score, plan
         self.routed = [teacher.name for teacher in algorithm.teachers if teacher.rows is not None]
+        self.routed += [name for name, teacher in self.teachers.items() if teacher.told]
         if chunks > 1:
             samples, per_rank = plan.samples // chunks, plan.per_rank // chunks
             self.chunk_plan = replace(plan, samples=samples, per_rank=per_rank, units=per_rank, updates=1)
@@ -266,6 +267,8 @@ class Updater:
 
     def asks(self, name: str, prompt: Prompt) -> bool:
         """Whether the algorithm needs the outputs of the weights `name` for the samples of a prompt."""
+        if name in self.teachers and self.teachers[name].told:
+            return bool(prompt.told)
         return name not in self.routed or prompt.teacher == name
 
     def _reference_units(self, name: str, batch: Minibatches, micro: int) -> tuple[Tensor, int]:

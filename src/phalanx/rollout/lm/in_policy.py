@@ -87,6 +87,11 @@ class LMRollout:
         self._drawn, self._seed = drawn, seed
         return self._samples(prompts, index)
 
+    @property
+    def drawn(self) -> list[Drawn]:
+        """The samples of the last `sample` or `gathered`, as they are after `resample`."""
+        return self._drawn
+
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
         """Replace the prompts of the samples of the last `sample`, before `resample`."""
         return replace(samples, prompts=[prompts[i // self.config.n] for i in samples.index.tolist()])

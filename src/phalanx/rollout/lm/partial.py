@@ -295,6 +295,11 @@ class PartialRollout:
         """Metrics of the wrapped rollout, and rollout/... of the trained and the waiting groups."""
         return self.rollout.metrics(samples, reward) | self._row
 
+    @property
+    def drawn(self) -> list[Drawn]:
+        """As LMRollout."""
+        return self.rollout.drawn
+
     # -- other methods ------------------------------------------------------------------------------------------------
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:

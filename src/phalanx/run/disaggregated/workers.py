@@ -108,7 +108,8 @@ class RolloutWorker(Worker):
         super().__init__(cfg, plan, components.world, components.policy)
         rewards = RewardClient(cfg, self.world, components.rewards, self.timers, components.noun, self._on_stop)
         # samples with the weights that the actor has sent, whatever their name
-        self.collector = Collector(cfg, plan, self.policy, rollout, rewards, prompts, self.timers, chunks=plan.parts)
+        common = (cfg, plan, self.policy, rollout, rewards, prompts, self.timers)
+        self.collector = Collector(*common, chunks=plan.parts, tell=components.tell)
         val_sets = components.val_sets
         self.validator = Validator(cfg, self.world, self.policy, rollout, rewards, val_sets, self.timers)
         self._finishes = cfg.rollout.schedule == "one_step_off" and cfg.rollout.in_flight == "finish"

@@ -94,6 +94,9 @@ START_RULES = (
          lambda c, a: "context_key" in vars(c.algorithm) and c.model.block_size is not None,
          "{c.algorithm:name:} reads a response behind two prompts, which {c.model:block_size=} divides into different "
          "blocks; expected an autoregressive model"),
+    Rule("algorithm.context reward.functions", LM_RL, "Peers are chosen by rewards, which also say the feedback.",
+         lambda c, a: {"peer", "reward"} & {*vars(c.algorithm).get("context", ())} and not c.reward.functions,
+         "{c.algorithm:context}: peers and feedback need rewards; set reward.functions, or leave these sources out"),
     Rule("rollout.correction algorithm.name", LM_RL, "Corrections weigh responses that are trained one by one.",
          lambda c, a: a.samples_per_unit != 1 and c.rollout.correction not in ("rescore", "none"),
          "{c.rollout:correction:} weighs single responses, but {c.algorithm:name=} trains several as one; set it to "

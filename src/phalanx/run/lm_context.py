@@ -1,0 +1,162 @@
+"""Prompts of a teacher that is the policy itself, with texts of the data or of the samples beside the student's."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, takewhile
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.data.data_files import DataError
+from phalanx.distributed.collectives import all_gather_rows, on_all_ranks
+from phalanx.environments.texts import in_texts, shortened
+from phalanx.models.lm.chat import chat_messages, prompt_tokens
+from phalanx.models.lm.lm_policy import LMPolicy
+from phalanx.models.lm.model import positions
+from phalanx.types import Prompt, Samples
+
+FORMS = {
+    "column": "{text}",
+    "peer": "This is a correct response:\n\n{text}",
+    "environment": "These were the answers to an earlier attempt:\n\n{text}",
+    "reward": "This is feedback on an earlier attempt:\n\n{text}",
+}
+THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)  # left out of demonstrations, as in the paper
+SLACK = 8  # tokens that a text cut at a token may have more when it is read again
+
+
+def with_column(rows: list[Prompt], policy: LMPolicy, config: Any) -> list[Prompt]:
+    """The rows with the tokens that a ContextTeacher reads, if its context is a column of the data alone. Raises
+    DataError for a row without the text or with images, or with a text that is too long for the model.
+    """
+    result = []
+    texts = list(map(partial(_column, config=config), rows))
+    for row, tokens in zip(rows, _told(rows, texts, policy, config), strict=True):
+        longest = positions(policy.settings)
+        length = len(tokens) + policy.data.max_response_length
+        if longest is not None and length > longest:
+            raise DataError(
+                f"{row.place}: with {config.context_key}, the teacher's prompt and the longest response have {length} "
+                f"tokens, and the model has {longest} positions; lower data.max_response_length"
+            )
+        result.append(replace(row, told=tuple(tokens)))
+    return result
+
+
+def check_rows(rows: list[Prompt], config: Any) -> None:
+    """Raise DataError for a row that a context of samples cannot be added to."""
+    for row in rows:
+        if row.images:
+            raise DataError(f"{row.place} has images, which a teacher with more in its prompt does not read")
+        if "column" in config.context:
+            _column(row, config)
+
+
+class Contexts:
+    """Gives this rank's samples the tokens that a ContextTeacher reads, from what is known once they have rewards."""
+
+    def __init__(self, policy: LMPolicy, rollout: Any, config: Any) -> None:
+        self.policy, self.rollout, self.config = policy, rollout, config
+        self._forms = FORMS | config.context_forms
+
+    def __call__(self, samples: Samples, reward: Tensor, feedback: list[str]) -> Samples:
+        """See phalanx.training.components.Tell. Raises JobError, on all ranks, for a context that is not rendered."""
+        n, drawn = self.rollout.config.n, self.rollout.drawn
+        responses: list[str] = []  # of all ranks
+        if "peer" in self.config.context:
+            for each in drawn:
+                responses.append(THOUGHTS.sub("", self.policy.decode(list(each.response))).strip())
+            responses = list(chain(*all_gather_rows(responses)))
+        right = (reward >= self.config.success_reward_threshold).tolist()
+        asked, texts = [], []
+        for prompt, each, number in zip(samples.prompts, drawn, samples.index.tolist(), strict=True):
+            messages = each.beside.get("messages", [])  # with what the environment's reset has added to the prompt
+            first = list(takewhile(lambda message: message["role"] != "assistant", messages))
+            asked.append(replace(prompt, messages=first or prompt.messages))
+            known = {"environment": _answers(messages[len(first) :])}
+            known["reward"] = feedback[number] if feedback else ""
+            known["peer"] = _peer(number, n, right, responses) if responses else ""
+            known["column"] = _column(prompt, self.config) if "column" in self.config.context else ""
+            parts = []
+            for source in self.config.context:
+                if known[source].strip():
+                    parts.append(self._forms[source].format(text=known[source].strip()))
+            texts.append("\n\n".join(parts))
+        told = on_all_ranks(lambda: self._fitted(asked, texts))
+        prompts = []
+        for prompt, tokens in zip(samples.prompts, told, strict=True):
+            prompts.append(replace(prompt, told=tokens))
+        return replace(samples, prompts=prompts)
+
+    def _fitted(self, asked: list[Prompt], texts: list[str]) -> list[tuple[int, ...]]:
+        """The teacher's prompts, none for samples without a text. What is too long for the model's positions is cut."""
+        policy, longest = self.policy, positions(self.policy.settings)
+        told: list[tuple[int, ...]] = [()] * len(texts)
+        places = [place for place, text in enumerate(texts) if text]
+        for _ in range(2):
+            rendered = _told([asked[i] for i in places], [texts[i] for i in places], policy, self.config)
+            long = []
+            for place, tokens in zip(places, rendered, strict=True):
+                excess = 0 if longest is None else len(tokens) + policy.data.max_response_length - longest
+                told[place] = tuple(tokens) if excess <= 0 else ()
+                if excess > 0:
+                    length = len(policy.tokenizer(texts[place], add_special_tokens=False)["input_ids"])
+                    texts[place] = _cut(texts[place], max(length - excess - SLACK, 0), policy)
+                    long.append(place)
+            places = [place for place in long if texts[place]]
+        return told
+
+
+def _column(row: Prompt, config: Any) -> str:
+    text = row.meta.get(config.context_key)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{row.place}: no text in the column {config.context_key}; see algorithm.context_key")
+    return text
+
+
+def _peer(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) -> str:
+    """The next successful response after sample `number` in its group; none but its own: an empty text."""
+    first = number // n * n
+    for step in range(1, n):
+        other = (number - first + step) % n + first
+        if right[other]:
+            return responses[other]
+    return ""
+
+
+def _answers(messages: Sequence[dict[str, Any]]) -> str:
+    """The texts of the environment among these messages."""
+    return "\n".join(message["content"] for message in messages if message["role"] != "assistant")
+
+
+def _cut(text: str, limit: int | None, policy: LMPolicy) -> str:
+    """The text with at most `limit` tokens, without its middle."""
+    if limit is None:
+        return text
+    tokens = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text if len(tokens) <= limit else str(policy.tokenizer.decode(shortened(tokens, limit, "middle")))
+
+
+def _told(rows: list[Prompt], contexts: list[str], policy: LMPolicy, config: Any) -> list[list[int]]:
+    """The tokens of prompts whose last message of the user is the template, filled with it and with a context."""
+    filled = []
+    for row, context in zip(rows, contexts, strict=True):
+        if row.images:
+            raise DataError(f"{row.place} has images, which a teacher with more in its prompt does not read")
+        messages = in_texts(chat_messages(row))
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        context = _cut(context, config.max_context_length, policy)
+        text = config.teacher_prompt_template.format(prompt=messages[last]["content"], context=context)
+        messages[last] = {**messages[last], "content": text}
+        filled.append(replace(row, text=text, messages=messages))
+    result = []  # not by policy.encode, which may cut prompts
+    for row, tokens in zip(
+        filled, prompt_tokens(policy.tokenizer, filled, policy.data, policy.config.path), strict=True
+    ):
+        if max(tokens, default=0) >= policy.rows:
+            token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
+            raise DataError(f"{row.place}: the teacher's prompt contains {token!r}, which the model does not embed")
+        result.append(policy.readable(tokens))
+    return result
