@@ -1,5 +1,6 @@
 """Supervised block diffusion: dFactory's loss of [x_t ; x_0], equal on all layouts."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def trained(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
-    """Replicas and shards, and passes of another size: masks are drawn per sample."""
+    """Replicas and shards, passes of another size, and ranks that share samples: masks are drawn per sample."""
 
     def jobs(folder: str, micro: int, *keys: str) -> dict[str, BlockDiffusionTaskConfig]:
         size = f"block_diffusion.micro_batch_size_per_gpu={micro}"
@@ -147,13 +148,14 @@ def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
         return own | {"lora": lora}
 
     (one,) = run_ranks(trained, 1, jobs("one", 4))
-    others = run_ranks(trained, 4, jobs("four", 1, "parallel.fsdp_size=2"))
-    for name, found in one.items():
-        for a, b in zip(found["rows"], others[0][name]["rows"], strict=True):
+    four = run_ranks(trained, 4, jobs("four", 1, "parallel.fsdp_size=2"))
+    two = run_ranks(trained, 2, jobs("two", 4, "parallel.ulysses_sequence_parallel_size=2"))
+    for others, name in product((four, two), one):
+        for a, b in zip(one[name]["rows"], others[0][name]["rows"], strict=True):
             assert a.keys() == b.keys()
             for key in a:
                 assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), (name, key)
-        assert_same_weights(found["weights"], others[0][name]["weights"], 1e-3)
+        assert_same_weights(one[name]["weights"], others[0][name]["weights"], 1e-3)
 
 
 def rare(cfgs: list[BlockDiffusionTaskConfig]) -> list[list[int]]:

@@ -163,6 +163,23 @@ def test_packing_that_is_only_tried(kind: str, packs: bool, line: str, caplog: p
     assert [text.startswith(line) for text in lines] == [True] * bool(line)
 
 
+def test_a_class_that_takes_no_finished_mask_decodes_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, config = tiny("llama"), LMModelConfig(path="m", dtype="float32")
+    forward = type(lm).forward
+
+    def strict(self: Any, *args: Any, attention_mask: Any = None, **given: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 4:
+            raise TypeError("only masks [B, T]")
+        return forward(self, *args, attention_mask=attention_mask, **given)
+
+    module = causal_lm(lm, config, chunk=7)
+    for fails in (False, True):
+        if fails:
+            monkeypatch.setattr(type(lm), "forward", strict)
+        check_agreement(module, config, Tokenizer(), torch.device("cpu"), decodes=True)
+        assert module.masks is not fails
+
+
 @pytest.mark.parametrize("kind", ["falcon_mamba", "mamba", "rwkv"])
 def test_classes_of_states_only_cannot_sample(kind: str) -> None:
     line = refusal(tiny(kind))

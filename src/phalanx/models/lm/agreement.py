@@ -59,26 +59,22 @@ def check_agreement(
         ids[0] = torch.cat([prompt, ids[0, :RESPONSE]])
     at, ends = torch.arange(1, ids.shape[1], device=device), torch.tensor(lengths, device=device)[:, None]
     predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
-    paths = ["passes over padded samples"]
-    advice = ["this model cannot be trained here" if module.context is None else f"set {KEY} to 1"]
+    trains = "this model cannot be trained here" if module.context is None else f"set {KEY} to 1"
+    hints = {"passes over padded samples": trains}
     if module.packs:
-        paths.append(PACKED)
-        advice.append(f"set {config:use_remove_padding}=false")
+        hints[PACKED] = f"set {config:use_remove_padding}=false"
     if module.groups:
-        paths.append(GROUPED)
-        advice.append(f"set {config:use_prefix_grouper}=false")
+        hints[GROUPED] = f"set {config:use_prefix_grouper}=false"
     if decodes:
-        paths.append(CACHED)
-        advice.append(f"this model cannot sample here; set {config:.rollout.engine}=vllm")
+        hints[CACHED] = f"this model cannot sample here; set {config:.rollout.engine}=vllm"
     values: dict[str, Tensor] = {}
-    hints = dict(zip(paths, advice, strict=True))
     # Eager, so that blocks are compiled later for the shapes of the job, and not for these few tokens.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
         try:
             parts = enumerate(lengths)
             reference = torch.cat([_stock_log_probs(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in parts])
-            for path in paths:
+            for path in hints:
                 if path == CACHED:
                     values[path] = _decoded_log_probs(module, ids, lengths, looks)
                 elif path == GROUPED:

@@ -135,8 +135,10 @@ def set_checkpointing(model: Any, on: bool) -> None:
 
     model: a CausalLM or a ValueLM, whose other modules stay in evaluation mode.
     """
+    if not model.recomputes:
+        return
     blocks = model.blocks()[: model.recomputes]
-    if model.recomputes and model.vision is not None and not model.vision.frozen:
+    if model.vision is not None and not model.vision.frozen:
         blocks += model.vision.blocks()
     for block in blocks:
         block.training = on

@@ -216,7 +216,7 @@ class PolicySession:
         """Give rows to waiting samples; returns them with the logits [b, V] of their next tokens."""
         free = [i for i, row in enumerate(self._rows) if row.free]
         count = self._most - len(self._rows) + len(free)
-        if self._rows and not (self._refills and free):
+        if self._rows and not (free and self._refills):
             return []
         new, self._queue = self._queue[:count], self._queue[count:]
         keys = list(map(_key, new))
