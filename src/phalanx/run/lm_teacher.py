@@ -17,6 +17,7 @@ from phalanx.models.lm.chat import chat_messages, prompt_tokens
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
 from phalanx.models.lm.model import positions
+from phalanx.models.meeting import shared
 from phalanx.training.components import taught_model
 from phalanx.types import Prompt, Samples, Teacher
 
@@ -66,7 +67,8 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
         build: Callable[..., LMPolicy] = partial(build_policy, images=student.vision is not None)
         if model.block_size is not None:
             build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
-        policy = build(
+        load = partial(
+            build,
             model,
             replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
             cfg.data,
@@ -76,6 +78,7 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
             seed=cfg.trainer.seed,
             frozen=True,
         )
+        policy = shared(f"teacher {teacher}", load)
         if student.vision is not None:
             _check_same_images(policy, student, here)
         rows, needed = policy.settings.vocab_size, student.settings.vocab_size
