@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.models import trained
+from phalanx.models import shared_base
 from phalanx.run import rl
 from phalanx.run.sweep import built
 from phalanx.types import JobError
@@ -20,13 +20,13 @@ LORA = ("model.lora_rank=4", "model.lora_alpha=8", "parallel.fsdp_size=1", "trai
 
 def train(cfg: Any) -> tuple[dict[str, dict[str, torch.Tensor]], set[int]]:
     """Train a job or a sweep; returns the weights of each run, and how many runs shared passes."""
-    shares, together = set(), trained._together
+    shares, together = set(), shared_base.together
 
     def counted(calls: list[Any]) -> list[Any]:
         shares.add(len(calls))
         return together(calls)
 
-    trained._together = counted
+    shared_base.together = counted
     job = built(rl.build, cfg)
     job.run()
     jobs = dict(zip(cfg.runs, job.jobs, strict=True)) if cfg.runs else {"": job}
@@ -34,72 +34,55 @@ def train(cfg: Any) -> tuple[dict[str, dict[str, torch.Tensor]], set[int]]:
 
 
 def check_equals_alone(config: Callable[..., Any], ranks: int, keys: tuple[str, ...], swept: str) -> set[int]:
-    """Train a sweep, in two starts, and each of its runs alone; returns how many of them shared passes."""
+    """Train a sweep of two runs, and the second of them alone; returns how many runs shared passes."""
     cfg = config(*keys, swept)
-    begun = config(*keys, swept, "trainer.total_training_steps=1")
-    run_ranks(train, ranks, begun)
     weights, shares = run_ranks(train, ranks, cfg)[0]
-    assert len(weights) == 2
-    folder = Path(cfg.trainer.output_dir)
-    for name, found in weights.items():
-        alone = config(*keys, *name.split(","), f"trainer.output_dir={folder}/alone/{name}")
-        [expected] = run_ranks(train, ranks, alone)[0][0].values()
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.equal(found[key], value), (name, key)
-        assert rows(folder / name) == rows(folder / "alone" / name)
-        assert [row["step"] for row in rows(folder / name)] == [1, 2]
-    one, other = weights.values()
-    assert not all(torch.equal(one[key], value) for key, value in other.items())
+    folder, (_, name) = Path(cfg.trainer.output_dir), weights
+    alone = config(*keys, *name.split(","), f"trainer.output_dir={folder}/alone")
+    [expected] = run_ranks(train, ranks, alone)[0][0].values()
+    other, found = weights.values()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert rows(folder / name) == rows(folder / "alone")
+    assert [row["step"] for row in rows(folder / name)] == [1, 2]
+    assert not all(torch.equal(found[key], value) for key, value in other.items())
     return shares
 
 
-@pytest.mark.quick("1")
-@pytest.mark.parametrize("ranks", [1, 2], ids=str)
-def test_runs_of_a_flow_model_equal_those_alone(sd3_folder: Path, tmp_path: Path, ranks: int) -> None:
+def test_runs_of_a_flow_model_equal_those_alone(sd3_folder: Path, tmp_path: Path) -> None:
     def config(*words: str) -> Any:
         return tiny_config(sd3_folder, tmp_path, *words)
 
     keys = (*LORA, "actor.ema={decay: 0.5}", "model.gradient_checkpointing=true")
-    shares = check_equals_alone(config, ranks, keys, "sweep={optim.lr: [1e-3, 4e-3]}")
-    assert shares == {2}
+    swept = "sweep={optim.lr: [1e-3, 4e-3]}"
+    run_ranks(train, 1, config(*keys, swept, "trainer.total_training_steps=1"))  # the next start resumes from here
+    assert check_equals_alone(config, 1, keys, swept) == {2}
 
 
 @pytest.mark.full
-def test_runs_differ_in_their_seeds_and_micro_batches(sd3_folder: Path, tmp_path: Path) -> None:
+def test_runs_on_two_ranks_differ_in_their_seeds(sd3_folder: Path, tmp_path: Path) -> None:
     def config(*words: str) -> Any:
         return tiny_config(sd3_folder, tmp_path, *words)
 
-    shares = check_equals_alone(
-        config, 1, LORA, "sweep={trainer.seed: [3, 5], actor.ppo_micro_batch_size_per_gpu: [1]}"
-    )
-    assert shares == {2}
+    swept = "sweep={trainer.seed: [3, 5], actor.ppo_micro_batch_size_per_gpu: [1]}"
+    assert check_equals_alone(config, 2, LORA, swept) == {2}
 
 
 @pytest.mark.quick("text")
-@pytest.mark.parametrize("kind", ["text", "blocks", "vision"])
+@pytest.mark.parametrize("kind", ["text", "blocks", "vision", "taught"])
 def test_runs_of_language_models_equal_those_alone(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
-    folders = {"text": "lm_folder", "blocks": "blocks_folder", "vision": "vision_folder"}
+    folders = {"text": "lm_folder", "blocks": "blocks_folder", "vision": "vision_folder", "taught": "lm_folder"}
     folder = request.getfixturevalue(folders[kind])
     keys = ("model.block_size=4",) if kind == "blocks" else ()
+    if kind == "taught":
+        keys = ("algorithm.name=distillation", f"algorithm.teacher_path={folder}")
 
     def config(*words: str) -> Any:
         return tiny_lm_config(folder, tmp_path, *words)
 
-    check_equals_alone(config, 1, (*LORA, *keys), "sweep={optim.lr: [1e-3, 4e-3]}")
-
-
-def test_a_run_below_the_limit_ends_and_stays_ended(sd3_folder: Path, tmp_path: Path) -> None:
-    keys = (*LORA, "trainer.end_below={actor/lr: 2e-3}", "trainer.end_below_from=2", "trainer.total_training_steps=3")
-    cfg = tiny_config(sd3_folder, tmp_path, *keys, "sweep.optim.lr=[1e-3,4e-3]")
-    for _ in range(2):  # the second one resumes
-        run_ranks(train, 1, cfg)
-        steps = {name: [row["step"] for row in rows(tmp_path / "out" / name)] for name in cfg.runs}
-        assert steps == {"optim.lr=0.001": [1, 2], "optim.lr=0.004": [1, 2, 3]}
-        assert sorted(path.name for path in (tmp_path / "out/optim.lr=0.001/checkpoints").iterdir()) == [
-            "step_000001",
-            "step_000002",
-        ]
+    ranks = 2 if kind == "taught" else 1
+    check_equals_alone(config, ranks, (*LORA, *keys), "sweep={optim.lr: [1e-3, 4e-3]}")
 
 
 def failing(cfg: Any) -> str:
@@ -108,9 +91,17 @@ def failing(cfg: Any) -> str:
     return str(error.value)
 
 
-def test_a_run_that_fails_leaves_the_others_alone(sd3_folder: Path, tmp_path: Path) -> None:
-    cfg = tiny_config(sd3_folder, tmp_path, *LORA, "optim.grad_clip=0", "sweep.optim.lr=[1e-3,1e9]")
-    [said] = run_ranks(failing, 1, cfg)
-    assert said.startswith("1 of the 2 runs of the sweep ended with an error; optim.lr=1000000000.0: ")
-    assert [row["step"] for row in rows(tmp_path / "out/optim.lr=0.001")] == [1, 2]
-    assert [row["step"] for row in rows(tmp_path / "out/optim.lr=1000000000.0")] != [1, 2]
+def test_runs_end_early_or_fail_by_themselves(sd3_folder: Path, tmp_path: Path) -> None:
+    keys = (*LORA, "trainer.end_below={actor/lr: 2e-3}", "trainer.end_below_from=2", "trainer.total_training_steps=3")
+    low, fine, wild = names = "optim.lr=0.001", "optim.lr=0.004", "optim.lr=1000000000.0"
+    cfg = tiny_config(sd3_folder, tmp_path, *keys, "optim.grad_clip=0", "sweep.optim.lr=[1e-3,4e-3,1e9]")
+    [message] = run_ranks(failing, 1, cfg)
+    assert message.startswith(f"1 of the 3 runs of the sweep ended with an error; {wild}: ")
+    assert tuple(cfg.runs) == names
+    assert [row["step"] for row in rows(tmp_path / "out" / fine)] == [1, 2, 3]
+    assert rows(tmp_path / "out" / wild)[-1]["step"] < 3
+    again = tiny_config(sd3_folder, tmp_path, *keys, "sweep.optim.lr=[1e-3,4e-3]")
+    run_ranks(train, 1, again)  # both have ended
+    assert [row["step"] for row in rows(tmp_path / "out" / low)] == [1, 2]
+    saved = sorted(path.name for path in (tmp_path / "out" / low / "checkpoints").iterdir())
+    assert saved == ["step_000001", "step_000002"]

@@ -16,10 +16,26 @@ BLOCKS = ("model.block_size=4", "data.max_response_length=8")
 IN_BLOCKS = "rollout.engine='phalanx.rollout.lm.in_blocks:BlockDiffusionRollout'"
 PIPELINED = "rollout.schedule=pipelined"
 CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
+SWEEP, LORA = "sweep.optim.lr=[1e-4,3e-4]", "model.lora_rank=4"
 OF_CONTEXT = CONTEXT.replace("=", ": ")
 
 # schema, overrides, and the beginning of the message
 LOADED: list[tuple[type, tuple[str, ...], str]] = [
+    (FlowRLConfig, (SWEEP,), "sweep: its runs share a frozen base, on which each trains a LoRA; set model.lora_rank"),
+    (FlowRLConfig, (SWEEP, LORA, "model.compile=true"), "sweep: its runs share passes, which are not compiled"),
+    (
+        FlowMatchingTaskConfig,
+        ("sweep.trainer.seed=[0,1]", LORA, "model.lora_init=pissa"),
+        "sweep.trainer.seed: with model.lora_init=pissa each seed has another base",
+    ),
+    (LMRLConfig, (SWEEP, LORA, "rollout.engine=vllm"), "sweep: its runs sample in the trained modules"),
+    (LMRLConfig, (SWEEP, LORA, "placement={rollout: 0, actor: 1}"), "sweep: its runs both sample and train on all"),
+    (
+        FlowRLConfig,
+        ("trainer.end_below={reward/mean: 0.1}", "placement={rollout: 0, actor: 1}"),
+        "trainer.end_below: ranks with other roles run to the last step",
+    ),
+    (FlowRLConfig, (SWEEP, LORA, CONTEXT), "sweep: its runs share passes, but not the positions of samples"),
     (JointConfig, ("painter.rollout.max_draws_per_prompt=2",), "painter.rollout.max_draws_per_prompt: 2 would draw"),
     (JointConfig, ("writer.rollout.schedule=one_step_off",), "writer.rollout.schedule: one_step_off needs ranks that"),
     (JointConfig, ("writer.rollout.partial_rollout=true",), "writer.rollout.partial_rollout: true would leave texts"),
@@ -333,6 +349,7 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
         Ranks(1, 4, 4, apart=False, restarts=False),
         "parallel.param_offload: true needs parallel.fsdp_size > 1",
     ),
+    (FlowRLConfig, (SWEEP, LORA), NODE, "sweep: each rank holds the whole base, which its runs share; set parallel"),
     (FlowRLConfig, ("optim.name=muon",), NODE, "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks"),
     (
         LMRLConfig,

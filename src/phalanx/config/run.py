@@ -11,12 +11,12 @@ from phalanx.config.choices import READ, REFERENCE, REWARDS, WINDOW
 from phalanx.config.engine_facts import EngineFacts, EngineMemory
 from phalanx.config.engines import check_engine_class, engine_class, facts_of
 from phalanx.config.fields import arg
+from phalanx.config.grid import dotted
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import CORRECTIONS, COUNT, FREQUENCY, LOSS_AGG_MODES, SCHEDULES, SDE_TYPES, SEEDS, TIMES
 from phalanx.config.reward import RewardConfig
 from phalanx.config.section import Section
-from phalanx.config.sweep import dotted
 from phalanx.config.trained_model import ModelConfig
 
 

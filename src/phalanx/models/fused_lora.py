@@ -51,8 +51,7 @@ class FusedLinear(Linear):
         each, rest = divmod(len(x), sum(rows.values()))
         assert rest == 0, f"the first dim, {len(x)}, is not that of {sum(rows.values())} rows of the batch"
         parts = x.split([each * count for count in rows.values()])
-        pairs = zip(layers, parts, strict=True)
-        return torch.cat([layer._of_one(part, *args, **kwargs) for layer, part in pairs])
+        return torch.cat([layer._of_one(*pair, **kwargs) for layer, *pair in zip(layers, parts, strict=True)])
 
     def _grouped(self, x: Tensor, layers: "Sequence[FusedLinear]") -> Tensor:
         """The output for equally many rows of each of the layers, which share their base."""

@@ -1,6 +1,5 @@
 """LoRA through peft: adding, disabling (without changing requires_grad) and merging it, and starting from a file."""
 
-import copy
 import logging
 import math
 import re
@@ -172,41 +171,6 @@ def lora_off(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, state in zip(layers, before, strict=True):
             layer._disable_adapters = state
-
-
-def is_off(module: nn.Module) -> bool:
-    """Whether the module is within `lora_off`."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return any(layer._disable_adapters for layer in module.modules() if isinstance(layer, BaseTunerLayer))
-
-
-def share_layers(modules: Sequence[nn.Module]) -> None:
-    """Let each layer with a LoRA compute rows of any of the modules, which are equal but for the LoRA's weights; see
-    phalanx.models.meeting.adapters.
-    """
-    from phalanx.models.fused_lora import FusedLinear
-
-    for name, layer in modules[0].named_modules():
-        if isinstance(layer, FusedLinear):
-            same: Any = [module.get_submodule(name) for module in modules]
-            for one in same:
-                one.beside = same
-
-
-def drawn_again(
-    module: nn.Module, part: str, config: ModelConfig, targets: Sequence[str], seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights, by name, that `add_lora` with another seed would have given to a module's submodule `part`."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    frozen = {id(p): p for p in (*module.parameters(), *module.buffers()) if not p.requires_grad}
-    bare = copy.deepcopy(module, frozen)
-    for name, layer in list(bare.named_modules()):
-        if isinstance(layer, BaseTunerLayer):
-            bare.set_submodule(name, layer.get_base_layer())
-    add_lora(bare.get_submodule(part), config, targets, seed)
-    return ((name, p.detach()) for name, p in bare.named_parameters() if p.requires_grad)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ _rows: dict[int, int] = {}  # see `adapters`
 
 @dataclass
 class _Request:
-    """What a job asks for: `together` answers the values of all requests of this key and mode of gradients at once."""
+    """A job's request: `together` answers the values of all requests of this key and mode of gradients at once."""
 
     key: Hashable
     value: Any
@@ -56,8 +56,10 @@ class Meeting:
         """
         self._gates[number].acquire()
         _thread.seat = Seat(self, number, name)
-        yield _thread.seat
-        del _thread.seat
+        try:
+            yield _thread.seat
+        finally:
+            del _thread.seat
         self._live.remove(number)
         self._pass_on()
 
@@ -74,7 +76,7 @@ class Meeting:
         """Give the turn to the next job; if all have asked, answer their requests first."""
         if not self._due and self._live:
             self._answer()
-            self._due = [number for number in self._live if number not in self._requests]
+            self._due = sorted({*self._live}.difference(self._requests))
         if self._due:
             self._gates[self._due.pop(0)].release()
 
@@ -105,10 +107,10 @@ class Meeting:
         """Those of the jobs that ask for a backward pass whose graphs contain only jobs that ask, too, or have left."""
         chosen = set(asking)
         while True:
-            short = {n for n in chosen if not self._joined[n].intersection(self._live) <= chosen}
-            if not short:
+            short = next((n for n in chosen if not self._joined[n].intersection(self._live) <= chosen), None)
+            if short is None:
                 break
-            chosen -= short
+            chosen.remove(short)
         for number in chosen:
             self._joined[number].clear()
         return sorted(chosen)

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
 from phalanx.models.linear import ONEDNN, preferred, quantize_layers, unfuse_biases, use_onednn
-from phalanx.models.lora import add_lora, drawn_again, is_off, lora_off, share_layers
-from phalanx.models.meeting import adapters, here
+from phalanx.models.lora import add_lora, lora_off
+from phalanx.models.meeting import here
 from phalanx.models.one_graph import OneGraph
 from phalanx.models.weights_sent import adapter_weights, merged_weights
 
@@ -66,13 +65,13 @@ class TrainedModel:
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
         self.lora = config.lora_rank > 0
-        self.adapter, self.seed = 0, seed  # adapter: its number among those of the same base
-        self.shares = False  # whether passes of adapters of the same base are run together
+        self.adapter, self.shares = 0, False  # see with_adapters
+        self.targets = lora_targets
         # fraction of the blocks that gradient checkpointing recomputes
         self.recomputed = config.recomputed(len(blocks)) / max(len(blocks), 1)
         module.eval()  # dropout would make a replay disagree with the rollout
         part = module if part is None else part
-        self.part = next(name for name, inner in module.named_modules() if inner is part)
+        self.part = next(name for name, inner in module.named_modules() if inner is part)  # "" for the whole module
         module.requires_grad_(False)
         if self.lora:
             add_lora(part, config, lora_targets, seed)
@@ -105,12 +104,12 @@ class TrainedModel:
         seat = here()
         if seat is None or not self.shares:
             return self._run(function, *args)
-        leaves, spec = tree_flatten(args)
+        from phalanx.models.shared_base import form_of, together
+
         method = function.__func__ if isinstance(function, MethodType) else type(function)
-        key: Any = method, str(spec), is_off(self.module), *map(_form, leaves)
-        if len(set(_rows(args))) > 1:  # not all tensors have the rows of the batch
-            key = self.adapter
-        return seat.ask(key, (self, function, args), _together)
+        form = form_of(self.module, args)
+        key = self.adapter if form is None else (method, form)
+        return seat.ask(key, (self, function, args), together)
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args) if self._one_graph is None else self._one_graph(function, *args)
@@ -123,26 +122,24 @@ class TrainedModel:
         else:
             seat.backward(loss)
 
-    def with_adapters(self, seeds: Sequence[int], targets: Sequence[str], *, shares: bool) -> "list[TrainedModel]":
+    def with_adapters(self, seeds: Sequence[int], *, shares: bool) -> "list[TrainedModel]":
         """Models with their own LoRA on the frozen base of this one, which is the first of them. None has been trained.
 
-        seeds: those of their weights. targets: default of model.target_modules. shares: whether they share passes, for
-        functions that `run` calls with the batch as the first dim of all tensors, and of those that they return.
+        seeds: those of their weights. shares: whether they share passes, for functions that `run` calls with the batch
+        as the first dim of all tensors, and of those that they return.
         """
-        frozen = {id(t): t for t in (*self.module.parameters(), *self.module.buffers()) if not t.requires_grad}
-        models = [self]
+        from phalanx.models.shared_base import copy_beside, drawn_again, share_layers
+
+        self.shares, models = shares, [self]
         for adapter, seed in enumerate(seeds[1:], start=1):
             other = copy.copy(self)
-            other.adapter, other._weights = adapter, {}
-            other.module = copy.deepcopy(self.module, dict(frozen))
+            other.adapter, other._weights, other.module = adapter, {}, copy_beside(self.module)
             other.sharded = self.sharded.of_copy(other.module, self.dtype)
             other.parameters = other.sharded.parameters
-            if seed != self.seed:
-                other.take(drawn_again(other.module, self.part, self.config, targets, seed))
+            if seed != seeds[0]:
+                other.take(drawn_again(other.module, self.part, self.config, self.targets, seed))
             models.append(other)
         share_layers([model.module for model in models])
-        for model in models:
-            model.shares = shares
         return models
 
     def unsharded(self) -> AbstractContextManager[None]:
@@ -229,31 +226,3 @@ class TrainedModel:
         for name, p in self.parameters.items():
             local(p).copy_(local(values[name]))
         self.sharded.copy_to_module()
-
-
-def _form(leaf: Any) -> Any:
-    """What must be equal of an argument of passes that are run together."""
-    return (leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _together(calls: list[tuple[TrainedModel, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """The results of calls of `run` on models of one base, in one pass of all their rows."""
-    model, function, args = calls[0]
-    if len(calls) == 1:
-        return [model._run(function, *args)]
-    spec, counts, rows = tree_structure(args), list[int](), dict[int, int]()
-    for one, _, given in calls:
-        counts.append(_rows(given)[0])
-        rows[one.adapter] = counts[-1]
-    merged: list[Any] = []
-    for same in zip(*(tree_leaves(given) for _, _, given in calls), strict=True):
-        merged.append(torch.cat(same) if isinstance(same[0], Tensor) else same[0])
-    with adapters(rows):
-        out = model._run(function, *tree_unflatten(merged, spec))
-    parts, spec = tree_flatten(out)
-    return [tree_unflatten(each, spec) for each in zip(*(part.split(counts) for part in parts), strict=True)]
-
-
-def _rows(args: Any) -> list[int]:
-    """The first dim of each tensor in the arguments of a pass: the rows of its batch."""
-    return [len(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

@@ -1,5 +1,6 @@
 """The judges of one rank: collects their questions about the samples and has the reward model answer them."""
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -95,6 +96,13 @@ class JudgePool:
         self._stream: torch.cuda.Stream | None = None
         self._awake = ExitStack()
         self._is_awake = False
+
+    def another(self) -> "JudgePool":
+        """The same judges for another job in this process, with a queue of its own. Not for those with a thread."""
+        assert self._thread is None, "a thread answers all questions in one order"
+        other = copy.copy(self)
+        other._batches, other._answers = [], []
+        return other
 
     def submit(self, outputs: Outputs, prompts: list[Prompt], frames: int = 1) -> None:
         """Take images [B, 3, H, W] in 0..1, or completions, of B prompts; for videos, `frames` consecutive images each.

@@ -106,10 +106,10 @@ class RewardSet:
         self._device_pool = DaemonPool(1, "reward-device", of_rank)
         self._calls: list[Call] = []  # submitted and not yet collected
 
-    def beside(self) -> "RewardSet":
+    def another(self) -> "RewardSet":
         """The same rewards for another job in this process, with a queue of its own."""
         other = copy.copy(self)
-        other._calls = []
+        other._calls, other.judges = [], None if self.judges is None else self.judges.another()
         return other
 
     def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:

@@ -14,6 +14,7 @@ from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.pipeline_headers import local_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, image_columns
+from phalanx.models.trained import TrainedModel
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
@@ -115,6 +116,9 @@ class Flow(PolicyKind):
         cfg = self.cfg
         detach, seed = plan is not None and cfg.actor.detach_uncond, cfg.trainer.seed
         return build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=detach, frozen=frozen)
+
+    def adapted(self, policy: FlowPolicy, trained: TrainedModel) -> FlowPolicy:
+        return super().adapted(policy.through(trained.module), trained)
 
     def as_loaded(self, plan: BatchPlan, policy: FlowPolicy) -> BatchPlan:
         rollout = self.cfg.rollout

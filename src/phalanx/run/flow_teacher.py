@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.models.meeting import shared
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.components import taught_model
 from phalanx.types import Samples, Teacher
@@ -86,7 +88,9 @@ def load_teacher(
     """Load a teacher by `build`; all ranks call this together. Raises ValueError for a model with another VAE."""
     model = taught_model(teacher, cfg.model)
     with reported_by({"model": model}):
-        policy = build(model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=False, frozen=True)
+        options = {"seed": cfg.trainer.seed, "detach_uncond": False, "frozen": True}
+        load = partial(build, model, cfg.parallel, cfg.data, world, **options)
+        policy = shared(f"teacher {teacher}", load)
     ours, theirs = student.model, policy.model
     if not _are_equal([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so its latents differ")

@@ -4,6 +4,7 @@ A kind is a subclass of PolicyKind, or of Kind if its job has several policies, 
 KINDS.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -19,6 +20,7 @@ from phalanx.data.prompts import validation_sets
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.meeting import here
+from phalanx.models.trained import TrainedModel
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
 from phalanx.run import batch_plan
@@ -174,6 +176,12 @@ class PolicyKind(Kind, ABC):
         only. frozen: train nothing of it.
         """
 
+    def adapted(self, policy: Any, trained: TrainedModel) -> Any:
+        """The policy with another LoRA on the same base; see TrainedModel.with_adapters."""
+        other = copy.copy(policy)
+        other.trained = trained
+        return other
+
     @abstractmethod
     def train_rollout(self, policy: Any, plan: BatchPlan, algorithm: Algorithm, *, learns: bool = True) -> Rollout:
         """Build the engine that draws training samples. learns: they are trained on."""
@@ -219,8 +227,9 @@ def policy_of(kind: PolicyKind, world: World, plan: BatchPlan | None = None) -> 
     if seat is None:
         return kind.load_policy(world, plan)
     seeds = seat.meeting.shared["seeds"]
-    policies = seat.once("policies", lambda: kind.load_policy(world, plan).with_adapters(seeds, shares=kind.shares))
-    return policies[seat.number]
+    policy = seat.once("policy", lambda: kind.load_policy(world, plan))
+    models = seat.once("adapters", lambda: policy.trained.with_adapters(seeds, shares=kind.shares))
+    return kind.adapted(policy, models[seat.number])
 
 
 def sampling_parts(kind: PolicyKind, world: World, sets: Sets, rewards: RewardSet | None = None) -> JobComponents:

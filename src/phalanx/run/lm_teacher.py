@@ -14,6 +14,7 @@ from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
+from phalanx.models.meeting import shared
 from phalanx.training.components import taught_model
 from phalanx.types import Samples, Teacher
 
@@ -65,7 +66,8 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
         build: Callable[..., LMPolicy] = partial(build_policy, images=student.vision is not None)
         if model.block_size is not None:
             build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
-        policy = build(
+        load = partial(
+            build,
             model,
             replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
             cfg.data,
@@ -75,6 +77,7 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
             seed=cfg.trainer.seed,
             frozen=True,
         )
+        policy = shared(f"teacher {teacher}", load)
         if student.vision is not None:
             _check_same_images(policy, student, here)
         rows, needed = policy.settings.vocab_size, student.settings.vocab_size

@@ -108,8 +108,8 @@ def build_rewards(
     """
     if not cfg.reward.functions or not world.samples:
         return None
-    # scoring beside the rollout needs ranks that submit equally often, which context-parallel ranks do not
-    beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
+    # scoring beside the rollout needs ranks that submit equally often, which context-parallel ranks do not, and one job
+    beside = judged_beside(cfg, world.shard_size) and world.context_size == 1 and here() is None
     make = partial(
         RewardSet,
         cfg.reward,
@@ -120,7 +120,7 @@ def build_rewards(
         launch=world.launch,
         context_size=world.context_size,
     )
-    rewards = shared(f"rewards of {outputs}: {cfg.reward}", make).beside()
+    rewards = make() if here() is None else shared(f"rewards of {outputs}: {cfg.reward}", make).another()
     if gradients:
         rewards.check_gradients()
     rewards.check_rows(rows, first=world.rank == 0)

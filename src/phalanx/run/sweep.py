@@ -52,10 +52,10 @@ class Sweep:
         def work(number: int) -> None:
             self.jobs[number] = build(configs[number])
 
-        for name, error in self._all(work).items():
-            if isinstance(error, ValueError | SystemExit):
-                raise ValueError(f"sweep, run {name}: {error}") from error
-            raise error
+        for name, error in self._all(work, ValueError).items():
+            if isinstance(error, JobError):
+                raise error
+            raise ValueError(f"sweep, run {name}: {error}") from error
 
     def run(self, report: Callable[..., object] | None = None) -> None:
         """Run all jobs to their ends. report: writes a page about the folder of a run, or about those of several.
@@ -66,21 +66,24 @@ class Sweep:
         world: World = self._shared["world"]
         dist.barrier()  # as in Job.run: the handler waits for the other ranks, so all of them must be up
         world.watch.listen()
-        errors = self._all(lambda number: self.jobs[number].run(report))
+        errors = self._all(lambda number: self.jobs[number].run(report), Stopped)
         world.watch.close()
-        stopped = [error for error in errors.values() if isinstance(error, Stopped)]
-        if stopped:
-            raise Stopped(stopped[0].number, "; the same command resumes all runs of the sweep")
+        for error in errors.values():
+            if isinstance(error, Stopped):
+                raise Stopped(error.number, "; the same command resumes all runs of the sweep")
         stop_world()
         if world.rank == 0 and report is not None:
             folders = [self.folder / name for name in self.names if (self.folder / name / METRICS_FILE).exists()]
             print(f"all runs: {report(*folders, output=self.folder / 'comparison.html')}", flush=True)
         if errors:
-            first = next(f"{name}: {error}" for name, error in errors.items())
-            raise JobError(f"{len(errors)} of the {len(self.jobs)} runs of the sweep ended with an error; {first}")
+            name, error = next(iter(errors.items()))
+            ended = f"{len(errors)} of the {len(self.jobs)} runs of the sweep ended with an error"
+            raise JobError(f"{ended}; {name}: {error}")
 
-    def _all(self, work: Callable[[int], None]) -> dict[str, BaseException]:
-        """Call `work` for each job, on threads that take turns; returns the errors that end a job, by its name."""
+    def _all(self, work: Callable[[int], None], kind: type[Exception]) -> dict[str, BaseException]:
+        """Call `work` for each job, on threads that take turns. Returns errors of this kind, JobErrors and SystemExits,
+        each of which ends a job on all ranks, by its name; raises any other error, after which no job goes on.
+        """
         meeting, ended = Meeting(len(self.names), self._shared), queue.Queue[tuple[int, BaseException | None]]()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -92,9 +95,10 @@ class Sweep:
                         torch.cuda.set_device(device)  # of this thread
                     try:
                         work(number)
-                    except (ValueError, JobError, Stopped, SystemExit) as error:
+                    except (kind, JobError, SystemExit) as error:
                         problem = error
-            except BaseException as error:  # a bug; no other thread gets a turn
+            except BaseException as error:  # no other thread gets a turn
+                error.add_note(f"in the run {self.names[number]} of the sweep")
                 ended.put((-1, error))
             else:
                 ended.put((number, problem))

@@ -164,14 +164,6 @@ class FlowPolicy:
                     embeds += self.model.encode([key], device, self.longest)
             return embeds
 
-    def with_adapters(self, seeds: Sequence[int], *, shares: bool) -> "list[FlowPolicy]":
-        """Policies with their own LoRA and everything else in common; see TrainedModel.with_adapters."""
-        policies = []
-        for trained in self.trained.with_adapters(seeds, self.model.lora_targets, shares=shares):
-            policies.append(self.through(trained.module))
-            policies[-1].trained = trained
-        return policies
-
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
         """Use the VAE of another policy of this family instead of an equal one.
 

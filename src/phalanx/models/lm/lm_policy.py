@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -138,14 +138,6 @@ class LMPolicy:
                 f"data.max_response_length: {self.data.max_response_length} with data.max_prompt_length "
                 f"{self.data.max_prompt_length} is {total} tokens, and {self.config.path!r} has {longest} positions"
             )
-
-    def with_adapters(self, seeds: Sequence[int], *, shares: bool) -> list[Self]:
-        """Policies with their own LoRA and everything else in common; see TrainedModel.with_adapters."""
-        policies = []
-        for trained in self.trained.with_adapters(seeds, LORA_TARGETS, shares=shares):
-            policies.append(copy.copy(self))
-            policies[-1].trained = trained
-        return policies
 
     # -- text -------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from phalanx.config.grid import runs_of
 from phalanx.config.load import load
 from phalanx.config.messages import ConfigError
-from phalanx.config.sweep import runs_of
 from phalanx.run.rules import (
     algorithm_rules,
     batch_rules,

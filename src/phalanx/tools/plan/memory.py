@@ -69,7 +69,8 @@ class Phase:
 
     def times(self, runs: int) -> "Phase":
         """The phase with the passes of so many runs."""
-        return Phase(self.name, self.gathered, self.activations * runs, self.gradients * runs, self.other * runs)
+        other = self.other if self.name == "encode prompts" else self.other * runs
+        return Phase(self.name, self.gathered, self.activations * runs, self.gradients * runs, other)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     for name in ("trained weights", *on_device) if runs else ():  # of a sweep, each of whose runs has a LoRA
         held[name] *= runs
     if runs and p.kind.shares:
-        phases = [phase if phase.name == "encode prompts" else phase.times(runs) for phase in phases]
+        phases = [phase.times(runs) for phase in phases]
     some = [{name: size for name, size in sizes.items() if size} for sizes in (held, host)]
     return Memory(some[0], phases, some[1], reward)
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from phalanx.config.messages import ConfigError, cut
@@ -58,21 +58,26 @@ def dotted(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _check(key: str, values: Any) -> None:
-    if not any(key == known or key.startswith(f"{known}.") for known in SWEPT):
+    if not _within(key, SWEPT):
         raise ConfigError(
             f"sweep.{key}: all runs of a sweep share the model, the ranks and the data; expected keys of "
             f"{', '.join(SWEPT[:-1])} or {SWEPT[-1]}"
         )
-    if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED):
+    if _within(key, FIXED):
         raise ConfigError(f"sweep.{key}: what all runs of a sweep share depends on it; expected a sweep for each value")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"sweep.{key}: expected a list of values, got {cut(json.dumps(values))}")
 
 
 def _parts(config: Any, keys: Mapping[str, Any]) -> Iterator[str]:
-    """What the name of a run consists of: its values, as they are in its configuration."""
+    """The parts of a run's name: its values, as they are in its configuration."""
     for key in keys:
         value: Any = config
         for name in key.split("."):
             value = vars(value)[name]
         yield f"{key}={value}".replace("/", "_").replace(" ", "")
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    """Whether a key is one of these, or in one of these sections."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
