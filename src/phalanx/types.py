@@ -37,7 +37,8 @@ class Prompt:
     `place` is the configuration key, file and line that the prompt comes from, for error messages. `images` are the
     input images of a language model, in order: the content of a message with images is a list of parts,
     {"type": "image"} or {"type": "text", "text": ...}. `teacher` names the teacher that evaluates the samples of this
-    prompt; empty: all teachers do. `told` are the tokens of this prompt for a teacher that reads more than the policy.
+    prompt; empty: all teachers do. `told` are the tokens of this prompt for a teacher that reads more than the policy,
+    or its text for a flow model's.
     """
 
     text: str
@@ -48,7 +49,7 @@ class Prompt:
     place: str = field(default="", compare=False)
     images: tuple[Any, ...] = field(default=(), compare=False)  # phalanx.media.pictures.Picture
     teacher: str = ""
-    told: tuple[int, ...] = field(default=(), compare=False)
+    told: tuple[int, ...] | str = field(default=(), compare=False)
 
 
 def copied(value: Any) -> Any:

@@ -112,6 +112,7 @@ def test_answers_of_an_environment(talker: Path, tmp_path: Path) -> None:  # noq
     assert found["row"]["actor/teacher_kl"] == pytest.approx(Plain(str(talker)).kl(found, told), rel=1e-5)
 
 
+@pytest.mark.full
 def test_layouts_and_a_resumed_run(lm_folder: Path, tmp_path: Path) -> None:
     """Groups span ranks, and samples move to balance their costs."""
     keys = ("trainer.total_training_steps=3", "trainer.save_freq=1", "rollout.n=8", "data.train_batch_size=1",

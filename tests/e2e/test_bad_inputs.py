@@ -162,7 +162,7 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
         "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, cross_entropy, dance_grpo, dgpo, "
-        "diffusion_dpo, diffusion_nft, distillation, dpo, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
+        "diffusion_dpo, diffusion_nft, distillation, dpo, draft, flow_dppo, flow_grpo, flow_sdft, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
         "refl, reinforce_plus_plus, rloo, rwr, sapo, sdft, sdpo, sft, tempflow_grpo, a dotted module, or path/to/file.py",
     ),
     (

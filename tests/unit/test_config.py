@@ -275,7 +275,7 @@ def test_an_algorithm_that_is_unknown(name: str) -> None:
     near = "; did you mean flow_grpo?" if "flow" in name else ";"
     assert refusal(f"algorithm.name={name}") == (
         f"algorithm.name: {name!r} is unknown{near} known: awm, cispo, cps, cross_entropy, dance_grpo, dgpo, diffusion_dpo, "
-        "diffusion_nft, distillation, dpo, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, refl, reinforce_plus_plus, "
+        "diffusion_nft, distillation, dpo, draft, flow_dppo, flow_grpo, flow_sdft, grpo, grpo_guard, mix_grpo, opd, ppo, raft, refl, reinforce_plus_plus, "
         "rloo, rwr, sapo, sdft, sdpo, sft, tempflow_grpo, a dotted module, or path/to/file.py"
     )
 

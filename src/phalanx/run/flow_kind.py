@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,11 +29,11 @@ from phalanx.run.flow_components import (
     name_unused_columns,
     sampled_parts,
 )
-from phalanx.run.flow_teacher import check_teacher, guided_reference, load_teacher
+from phalanx.run.flow_teacher import check_teacher, guided_reference, load_teacher, own_teacher, with_context
 from phalanx.run.kind import PolicyKind, Schemas, Sets
 from phalanx.run.roles import Roles
 from phalanx.training.minibatches import BatchPlan
-from phalanx.types import Algorithm, Prompt
+from phalanx.types import TEACHER, Algorithm, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,12 @@ class Flow(PolicyKind):
         check_references(self.cfg.model, rows)
 
     def fit(self, rows: list[Prompt], key: str, policy: FlowPolicy) -> list[Prompt]:
+        context = vars(vars(self.cfg).get("algorithm", self.cfg)).get("context_key")
+        if context is not None and key == "data.train_files":
+            rows = with_context(rows, context)
+            longer = [replace(row, text=str(row.told)) for row in rows]
+            if len(fitting(longer, f"{key}, column {context}", policy.model, self.cfg, first=False)) < len(rows):
+                raise ConfigError(f"{key}: texts in the column {context} do not fit data.max_prompt_length; raise it")
         return fitting(rows, key, policy.model, self.cfg, first=policy.world.lead)
 
     def name_unused(self, rows: list[Prompt], sets: Sets, policy: FlowPolicy) -> None:
@@ -155,13 +162,15 @@ class Flow(PolicyKind):
         world, teachers = policy.world, {}
         for teacher in algorithm.teachers:
             teachers[teacher.name] = load_teacher(teacher, self.cfg, policy, world, plan.rollout_micro)
+        if TEACHER in algorithm.averages:
+            teachers[TEACHER] = own_teacher(self.cfg, policy, plan.rollout_micro)
         scale = vars(self.cfg.algorithm).get("reference_guidance")
         if scale is not None:
             teachers["reference"] = guided_reference(scale, self.cfg, policy, world, plan.rollout_micro)
         # encode the teachers' prompts together with the policy's, so that all text encoders are on the device only
         # before a rollout and never during training
         for loaded in teachers.values() if rollout is not None else ():
-            rollout.ahead.encoders.append(loaded.rollout.encode)
+            rollout.ahead.encoders.append(loaded.encode)
         return {"teachers": teachers}
 
     def files(self, config: Any) -> Any:

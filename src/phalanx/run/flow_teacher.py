@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.section import copy_with, reported_by
 from phalanx.config.trained_model import FlowModelConfig
+from phalanx.data.data_files import DataError
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
 from phalanx.models.flow.folder import model_index
@@ -18,7 +19,7 @@ from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.models.meeting import shared
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.components import taught_model
-from phalanx.types import Samples, Teacher
+from phalanx.types import Prompt, Samples, Teacher
 
 
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
@@ -59,9 +60,53 @@ class LoadedFlowTeacher:
         # it valid for the teacher's embeddings, too
         prompts = dict(zip(trace.prompt_index.tolist(), samples.prompts, strict=True))
         ordered = [prompts[place] for place in sorted(prompts)]
-        sampler = self.rollout.sampler
-        embeds = self.rollout.collate(ordered, negatives=sampler.guided)
-        return replace(samples, trace=replace(trace, sampler=sampler, embeds=embeds))
+        embeds = self.collate(ordered)
+        return replace(samples, trace=replace(trace, sampler=self.rollout.sampler, embeds=embeds))
+
+    def collate(self, prompts: list[Prompt]) -> dict[str, Tensor]:
+        """The embeddings of prompts, see PolicyRollout.collate."""
+        return self.rollout.collate(prompts, negatives=self.rollout.sampler.guided)
+
+    def encode(self, batches: list[list[Prompt]]) -> int:
+        """See PolicyRollout.encode."""
+        return self.rollout.encode(batches)
+
+
+class ContextFlowTeacher(LoadedFlowTeacher):
+    """The policy itself, or an average of its weights, with the prompts of `with_context`."""
+
+    told = True
+
+    def collate(self, prompts: list[Prompt]) -> dict[str, Tensor]:
+        return super().collate(list(map(_as_told, prompts)))
+
+    def encode(self, batches: list[list[Prompt]]) -> int:
+        # the policy's own prompts are in the same cache
+        return self.rollout.encode([list(map(_as_told, prompts)) for prompts in batches]) // 2
+
+
+def _as_told(prompt: Prompt) -> Prompt:
+    return replace(prompt, text=str(prompt.told))
+
+
+def with_context(rows: list[Prompt], key: str) -> list[Prompt]:
+    """The rows with the teacher's prompts, in the data's column `key`. Raises DataError for a row without one."""
+    result = []
+    for row in rows:
+        text = row.meta.get(key)
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{row.place}: no text in the column {key}; see algorithm.context_key")
+        result.append(replace(row, told=text))
+    return result
+
+
+def own_teacher(cfg: FlowRLConfig, policy: FlowPolicy, micro: int) -> ContextFlowTeacher:
+    """The policy as its own teacher, with the guidance scale of the algorithm's teacher."""
+    scale = vars(cfg.algorithm)["teacher_guidance"]
+    guidance: dict[str, Any] = {} if scale is None else {policy.model.guidance_key: scale}
+    return ContextFlowTeacher(
+        policy, policy, PolicyRollout(policy, copy_with(cfg.rollout, **guidance), policy.world, micro)
+    )
 
 
 def guided_reference(

@@ -89,7 +89,7 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
         if name in tensors:
             tensors[name] = tensors[name].to(device)
     samples = Samples(
-        prompts=[replace(known[group], told=tuple(told)) for group, told in plain_values["groups"]],
+        prompts=[_told(known[group], told) for group, told in plain_values["groups"]],
         outputs=[],
         trace=kind(**values),
         exact=plain_values["exact"],
@@ -100,6 +100,10 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
     for name, count in plain_values["counts"].items():
         row[name] = Mean(row[name], count)
     return Collected(samples, reward, row), plain_values["stop"]
+
+
+def _told(prompt: Prompt, told: list[int] | str) -> Prompt:
+    return replace(prompt, told=told if isinstance(told, str) else tuple(told))
 
 
 def concatenate(parts: Sequence[Collected]) -> Collected:

@@ -205,8 +205,8 @@ START_RULES = (
          "{c.rollout:sde_window_range:} contains the last step, which has no log-probability under cps; expected an "
          "end of at most {x}"),
     Rule("rollout.correction algorithm.name", FLOW_RL, "Distillation has no policy gradient that could be weighted.",
-         lambda c, a: c.algorithm.name == "opd" and c.rollout.correction not in ("rescore", "none"),
-         "{c.rollout:correction:} weights a policy gradient, which {c.algorithm:name}=opd does not have; set it to "
+         lambda c, a: c.algorithm.name in ("opd", "flow_sdft") and c.rollout.correction not in ("rescore", "none"),
+         "{c.rollout:correction:} weights a policy gradient, which {c.algorithm:name=} does not have; set it to "
          "rescore or none"),
     Rule("rollout.engine rollout.noise_level rollout.solver reward.normalize placement "
          "parallel.ulysses_sequence_parallel_size algorithm.name", FLOW_RL,

@@ -18,14 +18,14 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.run.flow_components import keep_last_steps
 from phalanx.run.flow_kind import Flow, stochastic_steps
 from phalanx.run.flow_matching import ENCODED_TOGETHER, FlowMatching, Training
-from phalanx.run.flow_teacher import LoadedFlowTeacher, check_kind, load_teacher
+from phalanx.run.flow_teacher import LoadedFlowTeacher, check_kind, load_teacher, own_teacher
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy, fetch, planned_policy
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import Ledger
 from phalanx.tools.plan.rehearsal import Blank, RLRehearsal, SupervisedRehearsal, busiest_rank, longest_prompts
 from phalanx.training.components import taught_model
 from phalanx.training.minibatches import BatchPlan
-from phalanx.types import Teacher
+from phalanx.types import TEACHER, Teacher
 
 
 def rehearsed(kind: Flow, cluster: Cluster, plan: BatchPlan, *, teaches: bool, learns: bool) -> RLRehearsal:
@@ -43,9 +43,11 @@ def rehearsed(kind: Flow, cluster: Cluster, plan: BatchPlan, *, teaches: bool, l
     rollout.facts = facts
     prompts = longest_prompts(policy, plan.samples // c.n, facts.columns)
     keep_last_steps(policy, rollout, algorithm.last_steps, cfg.model)
-    teachers = {}
+    teachers: dict[str, LoadedFlowTeacher] = {}
     for teacher in algorithm.teachers if teaches else ():
         teachers[teacher.name] = _teacher(teacher, cfg, policy, rollout.micro_batch_size)
+    if teaches and TEACHER in algorithm.averages:
+        teachers[TEACHER] = own_teacher(cfg, policy, rollout.micro_batch_size)
     with policy.ledger, policy.ledger.uncounted():
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=learns)
 

@@ -217,7 +217,8 @@ class RLRehearsal(Rehearsal):
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
         self.unit = "part" if plan.parts > 1 else "step"
         state.sharding.middle = plan.budget is not None or plan.passes > 2
-        self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
+        loaded = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
+        self.frozen = {name: teacher for name, teacher in loaded.items() if teacher is not policy}
         timers, progress = self.job.timers, self.job.progress
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
         algorithm.credit = self._assign_credit  # type: ignore[method-assign]
