@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.fused_lora import FusedLinear, fuse
 from phalanx.models.linear import use_onednn
-from phalanx.models.lora import add_lora, lora_off, merge_lora, share_layers
+from phalanx.models.lora import add_lora, lora_off, merge_lora
 from phalanx.models.meeting import adapters
+from phalanx.models.shared_base import share_layers
 
 IN, OUT = 24, 40
 

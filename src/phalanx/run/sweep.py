@@ -9,10 +9,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from phalanx.config.messages import ConfigError
@@ -23,7 +23,7 @@ from phalanx.models.meeting import Meeting
 from phalanx.run.cli import RUN
 from phalanx.run.kind import kind_of
 from phalanx.run.telemetry.run_folder import METRICS_FILE
-from phalanx.run.world import stop_world
+from phalanx.run.world import stop_world, use_device
 from phalanx.telemetry.loggers import check_loggers
 from phalanx.training.components import Training
 from phalanx.types import JobError
@@ -64,6 +64,7 @@ class Sweep:
         were saved.
         """
         world: World = self._shared["world"]
+        use_device(world.device)
         dist.barrier()  # as in Job.run: the handler waits for the other ranks, so all of them must be up
         world.watch.listen()
         errors = self._all(lambda number: self.jobs[number].run(report), Stopped)
@@ -72,9 +73,10 @@ class Sweep:
             if isinstance(error, Stopped):
                 raise Stopped(error.number, "; the same command resumes all runs of the sweep")
         stop_world()
-        if world.rank == 0 and report is not None:
-            folders = [self.folder / name for name in self.names if (self.folder / name / METRICS_FILE).exists()]
-            print(f"all runs: {report(*folders, output=self.folder / 'comparison.html')}", flush=True)
+        folders = [self.folder / name for name in self.names if (self.folder / name / METRICS_FILE).exists()]
+        if world.rank == 0 and report is not None and folders:
+            with suppress(OSError):  # a full disk, or a closed terminal; the training itself succeeded
+                print(f"all runs: {report(*folders, output=self.folder / 'comparison.html')}", flush=True)
         if errors:
             name, error = next(iter(errors.items()))
             ended = f"{len(errors)} of the {len(self.jobs)} runs of the sweep ended with an error"
@@ -85,15 +87,14 @@ class Sweep:
         each of which ends a job on all ranks, by its name; raises any other error, after which no job goes on.
         """
         meeting, ended = Meeting(len(self.names), self._shared), queue.Queue[tuple[int, BaseException | None]]()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def run(number: int) -> None:
             problem: BaseException | None = None
             try:
                 with meeting.seat(number, self.names[number]):
-                    if device is not None:
-                        torch.cuda.set_device(device)  # of this thread
                     try:
+                        if self.jobs[number] is not None:
+                            use_device(self.jobs[number].world.device)
                         work(number)
                     except (kind, JobError, SystemExit) as error:
                         problem = error

@@ -102,9 +102,8 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     timeout = group_timeout(config.timeout_s)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
+    use_device(device)  # before any collective
     if cuda:
-        # before any collective, because NCCL and FSDP2 use the current device, which is 0 on every rank at first
-        torch.cuda.set_device(device)
         stay_near_gpu(gpu_address(launch.local_rank))
     else:
         keep_freed_pages()
@@ -140,8 +139,15 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)
 
 
+def use_device(device: torch.device) -> None:
+    """Make a GPU that of this thread: NCCL and FSDP2 use the current device, which is 0 in every thread at first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def world_of_run(world: World, config: ParallelConfig) -> World:
     """The world of one of the jobs that share it: its own group to write checkpoints, and a watch that they share."""
+    use_device(world.device)
     group = group_of(range(world.size), max(config.timeout_s, CHECKPOINT_S))
     return replace(world, checkpoint_group=group, watch=_SharedWatch(world.watch))
 
