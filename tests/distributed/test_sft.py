@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from phalanx.run.kind import kind_of, known_schemas
 from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from tests.helpers.jobs import rows
-from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.ranks import ROOT, RankError, launch_environment, run_ranks
 
 BASE = Path("assets/calculator/base")
 WIDE = ("attention_mask", "mm_token_type_ids")  # inputs of a token each
@@ -228,3 +230,15 @@ def test_a_chat_without_a_response_is_named(case: str, tmp_path: Path) -> None:
 def test_keys_of_sampling_are_refused(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         config(tmp_path, override)
+
+
+def test_other_kinds_by_the_same_command() -> None:
+    """A configuration's section says which task it is for; the refusal of a key is that task's."""
+    command = [sys.executable, "tasks/train_sft.py"]
+    for words, message in (
+        (["configs/flow_matching/digits.yaml", "flow_matching.emma=1"], "did you mean flow_matching.ema?"),
+        (["model.path=x", "block_diffusion.noise=1"], "unknown key block_diffusion.noise"),
+        (["model.path=x", "rollout.engine=policy"], "rollout.engine: expected one of dataset"),
+    ):
+        done = subprocess.run([*command, *words], cwd=ROOT, env=launch_environment(), capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr, done.stderr

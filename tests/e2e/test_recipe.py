@@ -1,6 +1,7 @@
 """The recipe from a base to a policy, as `make recipe` runs it, and the plans of its stages for Qwen3-4B."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from phalanx.run.rules import load_config
 from phalanx.tools.plan import plan_job
 from tests.helpers.ranks import ROOT, launch_environment
 
-STAGES = {"sft": SFTConfig, "grpo": LMRLConfig}
+STAGES = {"sft": SFTConfig, "grpo": LMRLConfig, "sdpo": LMRLConfig}
 
 
 @pytest.mark.long
@@ -30,8 +31,22 @@ def test_each_stage_improves_or_holds(tmp_path: Path) -> None:
     assert differences["sdft"]["high"] > 0 and differences["sdft"]["value"] > -0.03
 
 
+@pytest.mark.quick("sft")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_plan_for_qwen3_4b(stage: str) -> None:
     cfg = load_config(STAGES[stage], str(ROOT / "configs" / "recipe" / f"qwen3_4b_{stage}.yaml"), [])
     text = plan_job(cfg, {"nproc": "8", "gpu_memory_gb": "80"})
     assert "(4.02 B weights, 4.02 B of them trained)" in text and "of 80.00 GB" in text
+
+
+def test_the_plan_counts_the_context() -> None:
+    """A teacher that reads a longer context computes more."""
+    found = []
+    for limit in (8, 256):
+        keys = ["algorithm.name=sdft", f"algorithm.max_context_length={limit}"]
+        text = plan_job(
+            load_config(LMRLConfig, str(ROOT / "configs" / "grpo" / "quickstart.yaml"), keys), {"nproc": "2"}
+        )
+        assert " of the reference" in text
+        found.append(float(re.findall(r"a step +([\d.]+) TFLOP", text)[0]))
+    assert found[1] > 1.1 * found[0]

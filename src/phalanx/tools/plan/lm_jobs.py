@@ -5,10 +5,13 @@ from typing import Any
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.policy_session import WASTE
 from phalanx.rollout.lm.together import cache_bytes, fitting_together
 from phalanx.run.block_diffusion_sft import Example, Training
 from phalanx.run.lm_kind import LM, as_planned, scoring
+from phalanx.run.lm_teacher import ContextTeacher
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import Ledger
 from phalanx.tools.plan.lm_blueprint import PlannedBlockRollout, PlannedLMRollout, planned_lm_policy
@@ -19,7 +22,9 @@ from phalanx.tools.plan.rehearsal import (
     busiest_rank,
     longest_prompts,
 )
+from phalanx.training.components import LoadedTeacher
 from phalanx.training.minibatches import BatchPlan
+from phalanx.types import TEACHER, Samples
 
 
 def rehearsed(kind: LM, cluster: Cluster, plan: BatchPlan, *, teaches: bool, learns: bool) -> RLRehearsal:
@@ -47,7 +52,35 @@ def rehearsed(kind: LM, cluster: Cluster, plan: BatchPlan, *, teaches: bool, lea
         rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         prompts = longest_prompts(policy, plan.samples // cfg.rollout.n)
-        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, learns=learns)
+        teachers: dict[str, LoadedTeacher] = {}
+        if teaches and kind.tells:
+            longest = cfg.algorithm.max_context_length or cfg.data.max_response_length
+            teachers[TEACHER] = _Context(policy, longest)
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=learns)
+
+
+class _Context(ContextTeacher):
+    """A teacher whose prompts are longer than the student's by `longest` tokens."""
+
+    def __init__(self, policy: LMPolicy, longest: int) -> None:
+        super().__init__(policy)
+        self.longest = longest
+
+    def relative_cost(self, samples: Samples) -> float:
+        """As ContextTeacher, of the longest samples."""
+        trace: TokenTrace = samples.trace
+        length = trace.ids.shape[1]
+        longer = self.policy.forward_flops(length + self.longest, trace.width)
+        return longer / self.policy.forward_flops(length, trace.width)
+
+    def samples(self, samples: Samples) -> Samples:
+        """As ContextTeacher, of shapes."""
+        trace: TokenTrace = samples.trace
+        ids = trace.ids.new_zeros(len(trace.ids), trace.ids.shape[1] + self.longest)
+        trace = replace(trace, ids=ids, starts=trace.starts + self.longest)
+        if samples.lengths is not None:
+            samples = replace(samples, lengths=samples.lengths + samples.lengths.new_tensor([self.longest, 0, 0]))
+        return replace(samples, trace=trace)
 
 
 def rehearsed_blocks(kind: Training, cluster: Cluster, *_: Any, **__: Any) -> SupervisedRehearsal:

@@ -91,10 +91,11 @@ class PlannedUpdater(Updater):
     def reference(self, name: str, batch: Minibatches) -> tuple[Policy, Minibatches, AbstractContextManager[Any]]:
         """As Updater.reference, as a phase of the ledger."""
         phase, ledger = ExitStack(), cast(AnyPlannedPolicy, self.policy).ledger
-        phase.enter_context(ledger.during(name if name in self.teachers else "reference"))
-        policy, theirs, weights = super().reference(name, batch)
+        theirs = name in self.teachers and self.teachers[name].policy is not self.policy
+        phase.enter_context(ledger.during(name if theirs else "reference"))
+        policy, inputs, weights = super().reference(name, batch)
         phase.enter_context(weights)
-        return policy, theirs, phase
+        return policy, inputs, phase
 
     def asks(self, name: str, prompt: Prompt) -> bool:
         """True: each teacher counts with all samples, as on a rank that has only its rows."""
