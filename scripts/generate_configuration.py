@@ -18,6 +18,7 @@ from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.tasks import (
     CheckClusterConfig,
+    CheckNumericsConfig,
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
@@ -250,6 +251,9 @@ def reference() -> Iterator[str]:
     yield "## Checking a cluster\n"
     yield f"{sentence(CheckClusterConfig)}\n"
     yield from table(row for row in rows(CheckClusterConfig) if "." not in row.key)
+    yield "## Checking numerics\n"
+    yield f"{sentence(CheckNumericsConfig)}\n"
+    yield from task(CheckNumericsConfig)
     yield "## Serving rewards\n"
     yield f"{sentence(ServeRewardConfig)}\n"
     yield from task(ServeRewardConfig)

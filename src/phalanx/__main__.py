@@ -59,6 +59,9 @@ COMMANDS = {
     "evaluate": Command("evaluate a checkpoint or a model folder, alone or against a baseline", "evaluate"),
     "export": Command("write a checkpoint for stock diffusers or transformers", "export_checkpoint"),
     "check": Command("check within a minute that the machines are fit to train on", "check_cluster"),
+    "numerics": Command(
+        "compare log-probabilities of a job's sampler and trainer, before any update", "check_numerics"
+    ),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
     "prepare": Command("make training data for a language model", "prepare_data", one_rank=True),
     "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR"),

@@ -52,6 +52,7 @@ QUICKSTART = str(ROOT / "configs/flowgrpo/quickstart.yaml")
         ("generate checkpoint=x n=2", "generate", ["checkpoint=x", "n=2"]),
         ("evaluate checkpoint=x n=2", "evaluate", ["checkpoint=x", "n=2"]),
         ("check --config flowgrpo/quickstart expect=2", "check_cluster", [QUICKSTART, "expect=2"]),
+        ("numerics config=x.yaml", "check_numerics", ["config=x.yaml"]),
         ("serve port=0", "serve_reward", ["port=0"]),
         ("prepare source=x", "prepare_data", ["source=x"]),
     ],

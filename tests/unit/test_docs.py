@@ -25,6 +25,7 @@ from phalanx.config.lm_supervised import DPOConfig, SFTConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import (
     CheckClusterConfig,
+    CheckNumericsConfig,
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
@@ -61,6 +62,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/evaluate.py": EvaluateConfig,
     "tasks/export_checkpoint.py": ExportConfig,
     "tasks/check_cluster.py": CheckClusterConfig,
+    "tasks/check_numerics.py": CheckNumericsConfig,
     "tasks/serve_reward.py": ServeRewardConfig,
     "tasks/prepare_data.py": PrepareDataConfig,
 }

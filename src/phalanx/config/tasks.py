@@ -259,6 +259,22 @@ class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
 
 
 @dataclass
+class CheckNumericsConfig:
+    """Configuration of tasks/check_numerics.py. Each job samples a step, and is not trained."""
+
+    config: Optional[str] = arg(
+        None,
+        "configuration file of tasks/train_flowgrpo.py or tasks/train_grpo.py; null: their defaults, with `keys`",
+        path=True,
+    )
+    keys: list[str] = arg([], "overrides of that configuration, such as [model.path=my_model, rollout.n=4]")
+    variants: dict[str, list[str]] = arg(
+        {}, "jobs beside it, by name, with further overrides, such as {bf16: [model.dtype=bfloat16]}"
+    )
+    output_dir: str = arg("outputs/numerics", "folder for numerics.json and numerics.html, and of the jobs")
+
+
+@dataclass
 class ServeRewardConfig:
     """Configuration of tasks/serve_reward.py. reward.timeout_s covers both the wait and the scoring of a request."""
 

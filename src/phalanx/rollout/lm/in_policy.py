@@ -247,6 +247,17 @@ class LMRollout:
         rows, scores = self.micro_batch_size, not self.exact
         return PolicySession(module, self.policy.settings, self.world.device, rows, prefill, scores=scores)
 
+    @contextmanager
+    def decoding_scores(self) -> Iterator[None]:
+        """Within this context, samples have the log-probabilities of their decoding, as those of other engines have."""
+        facts, self.facts = self.facts, replace(self.facts, exact=False)
+        vars(self).pop("session", None)
+        try:
+            yield
+        finally:
+            self.facts = facts
+            vars(self).pop("session", None)
+
     def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """Draw a response for each prompt, all together.
 

@@ -1,0 +1,75 @@
+"""numerics.html: a self-contained page about a check of numerics, in the style of the report."""
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from phalanx.tools.board.report import _html_details, _html_table, _read_asset, _security_policy, _value_tile, document
+from phalanx.tools.board.samples import notes_html
+
+COLUMNS = ("median", "p99", "largest", "k3", "actions_clipped", "samples_clipped")
+TITLES = ["|ratio - 1|: median", "99 %", "largest", "KL", "actions beyond the clip range", "samples with one"]
+NOTES = [
+    "The ratio is that of the trainer's probability of an action to the sampler's, before any update. KL is Schulman's "
+    "k3 estimate of KL(sampler, trainer) per action.",
+    "Old log-probabilities are those that the loss takes: of the sampler, or computed by the trainer once more. Their "
+    "ratios are those that the first optimizer step sees.",
+]
+
+
+def numerics_page(result: Mapping[str, Any]) -> bytes:
+    """The page of `result`, the content of numerics.json."""
+    jobs, base = result["jobs"], next(iter(result["jobs"].values()))
+    facts = [result["config"], f"{result['ranks']} ranks on {result['device']}", f"torch {result['versions']['torch']}"]
+    body = [f"<section><p><b>{escape(result['verdict'])}</b></p>"]
+    if base["sampler"]:
+        body.append(f'<div class="tiles" style="--columns:3">{_tiles(base)}</div>')
+    rows = [[name, *_cells(job["sampler"]), _largest(job["old"]), *_beside(job)] for name, job in jobs.items()]
+    beside = [
+        "old: largest",
+        "samples equal to the job's",
+        "replay of these, off by",
+        "s to sample",
+        "s to replay",
+        "peak GB",
+    ]
+    body.append(_html_table(["job", *TITLES, *beside], rows) + notes_html(NOTES) + "</section>")
+    for name, job in jobs.items():
+        table = [[_place(part), *_cells(part)] for part in job["positions"]]
+        content = _html_table([job["unit"], *TITLES], table)
+        content += _html_table(["old log-probabilities", *TITLES], [["of the loss", *_cells(job["old"])]])
+        content += notes_html([" ".join(result["keys"][name]) or "As configured."])
+        body.append(_html_details(name, content, is_open=job is base))
+    footer = "Made by <code>phalanx numerics</code>; the numbers are also in numerics.json."
+    return document("Check of numerics", facts, body, footer, _security_policy([]), _read_asset("report.css"))
+
+
+def _tiles(job: Mapping[str, Any]) -> str:
+    stats = job["sampler"]
+    tiles = _value_tile("largest |ratio - 1|", f"{stats['largest']:.1e}", f"the clip range is {job['clip_range']:g}")
+    tiles += _value_tile("beyond the clip range", f"{100 * stats['actions_clipped']:.3g} %", f"of {job['unit']}s")
+    return tiles + _value_tile("KL", f"{stats['k3']:.1e}", f"per {job['unit']}")
+
+
+def _cells(stats: Mapping[str, float]) -> list[str]:
+    if not stats:
+        return ["-"] * len(COLUMNS)
+    cells = [f"{stats[name]:.1e}" for name in COLUMNS[:4]]
+    return cells + [f"{100 * stats[name]:.3g} %" for name in COLUMNS[4:]]
+
+
+def _largest(stats: Mapping[str, float]) -> str:
+    return f"{stats['largest']:.1e}" if stats else "-"
+
+
+def _beside(job: Mapping[str, Any]) -> list[str]:
+    beside = job.get("beside")
+    first = ["-", "-"]
+    if beside is not None:
+        first = [f"{beside['equal_samples']:.0f} of {beside['samples']:.0f}", f"{beside['replay_off']:.1e}"]
+    return first + [f"{job[name]:.2f}" for name in ("sample_s", "replay_s", "memory_gb")]
+
+
+def _place(part: Mapping[str, float]) -> str:
+    first, last = int(part["first"]), int(part["last"])
+    return str(first) if first == last else f"{first} to {last}"

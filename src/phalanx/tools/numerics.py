@@ -1,0 +1,277 @@
+"""The check of numerics: whether a job's trainer gives the actions that its sampler drew the same log-probabilities.
+
+Each job samples the prompts of its first step, with the weights before any update, and replays the samples as training
+does. No reward is computed. Jobs run one after the other in the same ranks.
+"""
+
+import gc
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.inside import write_inside
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.run import RLConfig
+from phalanx.config.tasks import CheckNumericsConfig
+from phalanx.distributed.collectives import all_gather, reduce_float, reduce_int
+from phalanx.distributed.mesh import World
+from phalanx.functional.flow import FlowTrace
+from phalanx.functional.mismatch import by_position, mismatch
+from phalanx.functional.token_budget import in_order
+from phalanx.functional.tokens import TokenTrace
+from phalanx.rewards.client import RewardClient
+from phalanx.run.kind import kind_of
+from phalanx.run.rl import build
+from phalanx.run.rules import load_config
+from phalanx.run.world import stop_world
+from phalanx.telemetry.step_metrics import peak_memory_gb
+from phalanx.tools.board.numerics_page import numerics_page
+from phalanx.tools.outputs import check_place, writing
+from phalanx.types import JobError, Samples
+
+FILE, PAGE = "numerics.json", "numerics.html"
+BASE = "the job"
+STILL = ("logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false", "resume=never")
+EXACT = 0.1  # of the clip range: ratios that are off by so much are rounding, as for phalanx.training.rescorer
+
+
+@dataclass
+class Drawn:
+    """A job's samples on this rank. replayed: their log-probabilities [B, A] by the trainer of that job."""
+
+    samples: Samples
+    replayed: Tensor
+
+
+class NumericsCheck:
+    """The check on one rank: `NumericsCheck(cfg)` reads the configurations, and all ranks call `run` together."""
+
+    def __init__(self, cfg: CheckNumericsConfig) -> None:
+        self.cfg, self.folder = cfg, Path(cfg.output_dir).expanduser()
+        check_place(self.folder, "output_dir")
+        self.keys = {BASE: cfg.keys} | {name: [*cfg.keys, *keys] for name, keys in cfg.variants.items()}
+        for name in cfg.variants:
+            if name == BASE or not name or "/" in name or name.startswith("."):
+                raise ConfigError(f"variants: {name!r} is no name for a folder; expected one such as bf16")
+        self.schema = _schema_of(cfg)
+        self.jobs = {name: self._read_job(name, keys) for name, keys in self.keys.items()}
+
+    def run(self) -> None:
+        """Run all jobs; the lead writes the file and the page, and prints the table and the verdict."""
+        base, rows = None, dict[str, dict[str, Any]]()
+        for name, job in self.jobs.items():
+            with _named(name, JobError):
+                rows[name], drawn, world = measure(job, base)
+            base = base or drawn
+            torch.use_deterministic_algorithms(False)  # a job may have set it
+            gc.collect()
+        result = {
+            "config": self.cfg.config,
+            "keys": self.keys,
+            "ranks": world.size,
+            "device": world.device.type,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "jobs": rows,
+            "verdict": verdict(rows, self.cfg.variants),
+        }
+        if world.rank == 0:
+            with writing(self.folder, "output_dir"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_inside(self.folder, FILE, json.dumps(result, indent=1) + "\n")
+                write_inside(self.folder, PAGE, numerics_page(result))
+            for name, row in rows.items():
+                print(line_of(name, row))
+            print(f"{result['verdict']}\n{self.folder / PAGE}", flush=True)
+        stop_world()
+
+    def _read_job(self, name: str, keys: list[str]) -> RLConfig:
+        still = [f"trainer.{key}" for key in STILL]
+        place = f"trainer.output_dir={self.folder / 'jobs' / name.replace(' ', '_')}"
+        with _named(name):
+            job: RLConfig = load_config(self.schema, self.cfg.config, [*keys, *still, place])
+        job.data.val_files = []
+        if vars(job).get("placement"):
+            raise ConfigError("keys: placement: ranks that only sample have no trainer; leave it out")
+        with _named(name):
+            kind = kind_of(job)
+            kind.check()
+            if kind.build_algorithm().levels is not None:
+                raise ConfigError(f"{job.algorithm:name=} trains on fresh noise, without log-probabilities of samples")
+        return job
+
+
+@contextmanager
+def _named(job: str, error: type[Exception] = ConfigError) -> Iterator[None]:
+    """Raise `error` for a mistake within, which begins with the key of the job."""
+    try:
+        yield
+    except ValueError as mistake:
+        raise error(f"{'keys' if job == BASE else f'variants: {job}'}: {mistake}") from mistake
+
+
+def _schema_of(cfg: CheckNumericsConfig) -> type[RLConfig]:
+    """The schema of the configuration, which is that of language models if it fits both."""
+    problems = []
+    for schema in (LMRLConfig, FlowRLConfig):
+        try:
+            load_config(schema, cfg.config, cfg.keys)
+            return schema
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems[0] == problems[1]:
+        raise ConfigError(f"config: {problems[0]}")
+    raise ConfigError(f"config: {cfg.config} is of neither kind: {problems[0]}; as one of a flow model: {problems[1]}")
+
+
+def measure(cfg: RLConfig, base: Drawn | None) -> tuple[dict[str, Any], Drawn, World]:
+    """The row of a job, of its own samples and of those of `base`, the first job; all ranks call this together."""
+    trainer: Any = build(cfg)
+    collector, updater, world = trainer.collector, trainer.updater, trainer.policy.trained.world
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+    collector.rewards, collector.rescorer = RewardClient(cfg, world, None, collector.timers, "samples"), None
+    collector.total_steps = 1  # no texts of later steps are encoded
+    start = time.perf_counter()
+    samples = collector.sample(0)[0]
+    sampled = time.perf_counter()
+    replayed = _replayed(trainer, samples)
+    took = time.perf_counter() - sampled
+    sampler, old = _log_probs_of_sampler(collector, samples), updater.rescorer(samples)[0].log_prob
+    if samples.on_policy:  # old log-probabilities are those of the training pass
+        old, sampler = replayed, sampler.where(~sampler.isnan(), replayed)
+    mask = _everywhere(samples.mask.float()) > 0
+    by_sampler, by_old = (_everywhere((replayed - values).where(samples.mask, 0.0)) for values in (sampler, old))
+    clip = updater.algorithm.clip_range
+    row: dict[str, Any] = {
+        "unit": "denoising step" if samples.lengths is None else "token",
+        "clip_range": clip,
+        "correction": None if samples.exact and collector.rollout.facts.weights == "none" else cfg.rollout.correction,
+        "sampler": mismatch(by_sampler, mask, clip),
+        "positions": by_position(by_sampler, mask, clip),
+        "old": mismatch(by_old, mask, clip),
+        "sample_s": reduce_float(sampled - start, "max"),
+        "replay_s": reduce_float(took, "max"),
+        "memory_gb": reduce_float(peak_memory_gb(world.device), "max"),
+    }
+    beside = {} if base is None else _beside(trainer, samples, base)
+    row |= {"beside": beside} if beside else {}
+    return row, Drawn(samples, replayed), world
+
+
+def _replayed(trainer: Any, samples: Samples) -> Tensor:
+    """Log-probabilities [B, A] by the trainer, in passes of the training's shapes, with the graph for gradients."""
+    tokens = None if samples.tokens is None else samples.tokens[:, None]
+    parts = trainer.updater.plan.passes_of(1).parts(len(samples.index), tokens)
+    device, scored = samples.mask.device, []
+    for part in parts:
+        scored.append(trainer.policy.replay(samples.trace.select(part.to(device))).log_prob.detach())
+    return in_order(scored, parts)
+
+
+def _log_probs_of_sampler(collector: Any, samples: Samples) -> Tensor:
+    """Log-probabilities [B, A] by the kernels that drew the samples. A language model's own modules decode with a cache
+    and score afterwards; here they sample once more, and say what they decoded with.
+    """
+    rollout = collector.rollout
+    if samples.lengths is None or not rollout.exact or not isinstance(samples.trace, TokenTrace):
+        return samples.log_prob
+    with rollout.decoding_scores():
+        again = collector.sample(0)[0]
+    same = torch.equal(again.trace.ids, samples.trace.ids) and bool((again.log_prob[samples.mask] != 0).any())
+    return again.log_prob if same else samples.log_prob
+
+
+def _beside(trainer: Any, samples: Samples, base: Drawn) -> dict[str, float]:
+    """The number of samples that equal those of the first job, and the largest difference between this trainer's
+    log-probabilities of the first job's samples and those of its own trainer; empty for other prompts or shapes.
+    """
+    trace, theirs = samples.trace, base.samples
+    alike = [p.text for p in samples.prompts] == [p.text for p in theirs.prompts]
+    if isinstance(trace, FlowTrace):
+        alike &= trace.latents.shape == theirs.trace.latents.shape
+    if reduce_int(int(not alike), "max"):
+        return {}
+    both, equal = (_final_states(samples), _final_states(theirs)), 0
+    for one, other in zip(*both, strict=True):
+        equal += torch.equal(one, other)
+    if isinstance(trace, FlowTrace):  # with texts that its own encoders have read
+        read = replace(theirs.trace, embeds=trace.embeds, prompt_index=trace.prompt_index)
+        theirs = replace(theirs, trace=read)
+    off = (_replayed(trainer, theirs) - base.replayed).abs().where(theirs.mask, 0.0)
+    return {
+        "equal_samples": float(reduce_int(equal, "sum")),
+        "samples": float(reduce_int(len(samples.index), "sum")),
+        "replay_off": reduce_float(float(off.max()), "max"),
+    }
+
+
+def _final_states(samples: Samples) -> Tensor | list[Tensor]:
+    """The latents or the tokens of each sample. A decoder rounds images in its own way."""
+    if isinstance(samples.trace, FlowTrace):
+        return samples.trace.clean
+    responses = []
+    for ids, mask in zip(samples.trace.ids, samples.trace.responses, strict=True):
+        responses.append(ids[mask])
+    return responses
+
+
+def _everywhere(values: Tensor) -> Tensor:
+    """Values [B, A] of the samples of all ranks, [N, A] with A of the rank that has most."""
+    width = reduce_int(values.shape[1], "max")
+    return all_gather(pad(values.float().cpu(), (0, width - values.shape[1])))
+
+
+def verdict(rows: dict[str, dict[str, Any]], variants: dict[str, list[str]]) -> str:
+    """A sentence about the job's training, with the setting that mends it."""
+    base = rows[BASE]
+    stats, clip, unit = base["sampler"], base["clip_range"], base["unit"]
+    if not stats:
+        return "No sample has an action to train."
+    far = f"{100 * stats['actions_clipped']:.3g} % of {unit}s"
+    if stats["largest"] == 0:
+        return "Exact: the trainer gives every action the sampler's log-probability, bit for bit."
+    size = f"|ratio - 1| is at most {stats['largest']:.1e}, the clip range {clip:g}"
+    if stats["largest"] <= EXACT * clip:
+        return f"Sound: {size}; rounding will not clip a ratio."
+    if base["old"]["largest"] <= EXACT * clip:
+        cause = "old log-probabilities are recomputed by the trainer, so that no ratio is clipped before an update"
+        return f"Mended by the job: the sampler's {size}, and would clip {far}; {cause}, at the cost of a pass."
+    mends = []
+    for name, keys in variants.items():
+        other = rows[name]["old"]
+        if other and other["largest"] <= EXACT * rows[name]["clip_range"]:
+            mends.append((rows[name]["sample_s"] + rows[name]["replay_s"], name, keys))
+    if mends:
+        _, name, keys = min(mends)
+        return f"Off: {size}, which clips {far} before any update; set {' '.join(keys)} ({name}), where none is."
+    if base["correction"] == "none":
+        return f"Off: {size}, which clips {far} before any update; set rollout.correction=rescore."
+    return f"Off: {size}, which clips {far} before any update; from its second step on the job recomputes old ones."
+
+
+def line_of(name: str, row: dict[str, Any]) -> str:
+    """A job's line of the terminal."""
+    stats, clip = row["sampler"], row["clip_range"]
+    if not stats:
+        return f"{name}: nothing to train"
+    text = (
+        f"{name}: |ratio - 1| {stats['median']:.1e} {stats['p99']:.1e} {stats['largest']:.1e} (median, 99 %, largest), "
+    )
+    text += f"KL {stats['k3']:.1e}, {100 * stats['actions_clipped']:.3g} % beyond {clip:g}; "
+    text += f"{row['sample_s']:.2f} s to sample, {row['replay_s']:.2f} to replay"
+    if "beside" in row:
+        beside = row["beside"]
+        text += f"; {beside['equal_samples']:.0f} of {beside['samples']:.0f} samples equal"
+        text += f", replay off by {beside['replay_off']:.1e}"
+    return text

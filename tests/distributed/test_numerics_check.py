@@ -1,0 +1,144 @@
+"""The check of numerics on tiny jobs: what a sampler and a trainer make of the same samples, and what is said of it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config.engine_facts import EngineFacts
+from phalanx.config.load import load
+from phalanx.config.tasks import CheckNumericsConfig
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.tools.numerics import BASE, NumericsCheck, verdict
+from tests.helpers.checks import refused
+from tests.helpers.jobs import base_overrides, tiny_config
+from tests.helpers.lm import lm_overrides
+from tests.helpers.ranks import run_ranks
+
+TIMES = ("sample_s", "replay_s", "memory_gb")
+
+
+class Rounded(PolicyRollout):
+    """Samples with weights that are rounded to bfloat16, as an engine with a copy of them does."""
+
+    facts = EngineFacts(exact=False)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        parameters = list(self.policy.trained.module.parameters())
+        with super().awake():
+            kept = [p.detach().clone() for p in parameters]
+            for p in parameters:
+                p.data = p.data.bfloat16().float()
+            yield
+            for p, value in zip(parameters, kept, strict=True):
+                p.data = value
+
+
+def config(folder: Path, keys: list[str], variants: dict[str, list[str]]) -> CheckNumericsConfig:
+    return CheckNumericsConfig(keys=keys, variants=variants, output_dir=str(folder / "numerics"))
+
+
+def check(cfg: CheckNumericsConfig) -> dict[str, Any]:
+    NumericsCheck(cfg).run()
+    found: dict[str, Any] = json.loads((Path(cfg.output_dir) / "numerics.json").read_text())
+    return found
+
+
+def without_times(result: dict[str, Any]) -> dict[str, Any]:
+    result = deepcopy(result)
+    result.pop("ranks")
+    for row in result["jobs"].values():
+        for name in TIMES:
+            assert row.pop(name) > 0
+    return result
+
+
+def test_a_flow_model_is_exact_on_one_and_two_ranks(sd3_folder: Path, tmp_path: Path) -> None:
+    """In float32 and in bfloat16, whose log-probabilities and samples are others."""
+    tiny_config(sd3_folder, tmp_path)  # writes the prompts
+    keys = base_overrides(sd3_folder, tmp_path)
+    one, two = (
+        run_ranks(check, ranks, config(tmp_path / str(ranks), keys, {"bf16": ["model.dtype=bfloat16"]}))[0]
+        for ranks in (1, 2)
+    )
+    one, two = without_times(one), without_times(two)
+    for name in (BASE, "bf16"):
+        row = one["jobs"][name]
+        assert row["sampler"]["largest"] == row["old"]["largest"] == 0 and row["unit"] == "denoising step"
+        assert len(row["positions"]) == row["sampler"]["actions"] / 16
+    beside = one["jobs"]["bf16"]["beside"]
+    assert beside["samples"] == 16 and beside["equal_samples"] == 0 and 0 < beside["replay_off"] < 0.1
+    assert one["jobs"] == two["jobs"]
+    assert one["verdict"].startswith("Exact: ")
+    page = (tmp_path / "2" / "numerics" / "numerics.html").read_text()
+    assert escape(one["verdict"]) in page and "0 of 16" in page
+
+
+def test_rounded_weights_of_a_sampler_are_found_and_mended(sd3_folder: Path, tmp_path: Path) -> None:
+    """The clip range of 1e-4 would drop ratios before any update; the trainer's own log-probabilities mend it."""
+    tiny_config(sd3_folder, tmp_path)  # writes the prompts
+    engine = f"rollout.engine='{__file__}:Rounded'"
+    keys = [*base_overrides(sd3_folder, tmp_path), engine, "rollout.correction=none"]
+    (result,) = run_ranks(check, 1, config(tmp_path, keys, {"rescored": ["rollout.correction=rescore"]}))
+    off, mended = result["jobs"][BASE], result["jobs"]["rescored"]
+    assert off["sampler"] == off["old"] == mended["sampler"]
+    assert 1e-4 < off["sampler"]["largest"] < 0.1 and off["sampler"]["actions_clipped"] > 0
+    assert off["sampler"]["k3"] > 0 == mended["old"]["largest"]
+    assert result["verdict"].endswith(" before any update; set rollout.correction=rescore (rescored), where none is.")
+
+
+@pytest.mark.full
+def test_decoding_with_a_cache_differs_from_scoring_by_rounding(lm_folder: Path, tmp_path: Path) -> None:
+    """The loss takes log-probabilities that are scored, with packed samples too."""
+    keys = lm_overrides(lm_folder, tmp_path)
+    variants = {"bf16": ["model.dtype=bfloat16"], "packed": ["model.use_remove_padding=true"]}
+    (result,) = run_ranks(check, 1, config(tmp_path, keys, variants))
+    jobs = result["jobs"]
+    for row in jobs.values():
+        assert row["old"]["largest"] == 0 and row["unit"] == "token"
+    assert 0 < jobs[BASE]["sampler"]["largest"] < 1e-4 < jobs["bf16"]["sampler"]["largest"]
+    assert jobs["packed"]["beside"]["equal_samples"] == 16 and jobs["packed"]["beside"]["replay_off"] < 1e-4
+    assert result["verdict"].startswith("Sound: |ratio - 1| is at most ")
+
+
+def row(largest: float, old: float, seconds: float = 1.0, correction: str | None = None) -> dict[str, Any]:
+    values = {"largest": largest, "actions_clipped": 0.42}
+    times = {"sample_s": seconds, "replay_s": 0.0}
+    sides = {"sampler": values, "old": values | {"largest": old}}
+    return {"unit": "denoising step", "clip_range": 1e-4, "correction": correction, **sides, **times}
+
+
+def test_verdicts() -> None:
+    """Each names the setting that mends it: of the exact variants that of the fastest."""
+    assert verdict({BASE: row(0, 0)}, {}).startswith("Exact: ")
+    assert verdict({BASE: row(1e-5, 1e-5)}, {}).startswith("Sound: ")
+    assert verdict({BASE: row(0.1, 0, correction="rescore")}, {}).startswith("Mended by the job: the sampler's ")
+    off = {BASE: row(0.1, 0.1), "slow": row(0, 0, 9), "fast": row(0, 0, 2), "off": row(0.1, 0.1, 1)}
+    assert verdict(off, {"slow": ["a=1"], "fast": ["b=2", "c=3"], "off": ["d=4"]}) == (
+        "Off: |ratio - 1| is at most 1.0e-01, the clip range 0.0001, which clips 42 % of denoising steps before any "
+        "update; set b=2 c=3 (fast), where none is."
+    )
+    assert verdict({BASE: row(0.1, 0.1, correction="none")}, {}).endswith("; set rollout.correction=rescore.")
+    assert verdict({BASE: row(0.1, 0.1)}, {}).endswith("; from its second step on the job recomputes old ones.")
+
+
+def test_mistakes(sd3_folder: Path, tmp_path: Path) -> None:
+    keys = base_overrides(sd3_folder, tmp_path)
+    with refused("variants: slow: unknown key model.dtipe; did you mean model.dtype?"):
+        NumericsCheck(config(tmp_path, keys, {"slow": ["model.dtipe=float32"]}))
+    with refused("variants: 'a/b' is no name for a folder; expected one such as bf16"):
+        NumericsCheck(config(tmp_path, keys, {"a/b": []}))
+    with refused("variants: b: rollout.n: expected at least 2, got 1"):
+        NumericsCheck(config(tmp_path, keys, {"b": ["rollout.n=1"]}))
+    others = [key for key in keys if not key.startswith("algorithm.")]
+    with refused("keys: algorithm.name=diffusion_nft trains on fresh noise, without log-probabilities of samples"):
+        NumericsCheck(config(tmp_path, [*others, "algorithm.name=diffusion_nft", "rollout.noise_level=0"], {}))
+    with refused("config: nothing.yaml: no such configuration file"):
+        NumericsCheck(CheckNumericsConfig(config="nothing.yaml"))
+    assert load(CheckNumericsConfig, None, ["variants={b: [rollout.n=4]}"]).variants == {"b": ["rollout.n=4"]}
