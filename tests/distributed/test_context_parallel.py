@@ -9,7 +9,6 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
-from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import SampleConfig
 from phalanx.run import rl
 from phalanx.run.rules import load_config
@@ -230,8 +229,6 @@ UNPLANNED = (
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),
         ("wan", (SHARED, "model.compile=true"), 2,
          f"{KEY}: 2 exchanges tokens within blocks, which cannot be compiled then; set model.compile=false"),
-        ("wan", (SHARED, "placement={rollout: 0-1, actor: 2-3}"), 4,
-         f"{KEY}: 2 does not work with placement; set one of them back to its default"),
         ("qwen", (SHARED, "rollout.engine=vllm_omni"), 2,
          f"{KEY}: 2 needs an engine that samples in the policy's modules; set rollout.engine=policy"),
         ("wan", (SHARED, "data.train_batch_size=3", "actor.ppo_mini_batch_size=1", "rollout.n=3"), 4,
@@ -256,8 +253,6 @@ def test_what_is_refused(
 
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
-    with refused(f"{KEY}: 2 is only for flow models and autoregressive language models; set it to 1", ConfigError):
-        load_config(LMRLConfig, None, ["model.path=any", "model.block_size=4", "data.max_response_length=8", SHARED])
     message = f"{KEY}: 2 is only for training; here ranks sample different prompts, so set it to 1"
     with refused(message, ConfigError):
         load_config(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
