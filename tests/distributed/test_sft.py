@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from io import BytesIO
@@ -242,3 +243,25 @@ def test_other_kinds_by_the_same_command() -> None:
     ):
         done = subprocess.run([*command, *words], cwd=ROOT, env=launch_environment(), capture_output=True, text=True)
         assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_a_template_that_marks_what_the_assistant_writes(tmp_path: Path) -> None:
+    """As transformers' mask of the assistant's tokens: here without a role's first line and without end tokens."""
+    base = Path(shutil.copytree(BASE, tmp_path / "base"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}So: {% generation %}"
+        "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (base / "chat_template.jinja").write_text(template)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    chats, losses = [CHATS[0], CHATS[2], CHATS[0], CHATS[2]], []
+    for chat in chats:
+        given = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = torch.tensor([given["input_ids"]]), torch.tensor(given["assistant_masks"]).bool()
+        losses.append(cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")[mask[1:]])
+    run_ranks(fit, 1, config(tmp_path, f"model.path={base}", chats=chats))
+    first, *_ = rows(tmp_path / "out")
+    assert first["actor/nll"] == pytest.approx(float(torch.cat(losses).mean().detach()), rel=1e-6)
+    assert first["response/length_mean"] * len(chats) == sum(map(len, losses))

@@ -302,6 +302,7 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
         ("algorithm.name=sdft", "model.block_size=4"),
         "algorithm.name: sdft reads a response behind two prompts",
     ),
+    (LMRLConfig, ("algorithm.name=sdpo", "algorithm.context=[environment]"), "algorithm.context: [environment] is"),
     (LMRLConfig, ("algorithm.name=sdpo", "reward.functions=[]"), "algorithm.context: peers and feedback need rewards"),
     (
         LMRLConfig,

@@ -25,17 +25,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY = 2**30  # bytes of address space
+MARKS = ("generation_begins", "generation_ends")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's texts and does not change the output."""
+    """`{% generation %}`, which marks the assistant's texts: the variables of MARKS, if given, stand around them."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        first, last = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in MARKS)
+        return nodes.Scope([first, *body, last], lineno=line)
 
 
 class SafeNamespace(Namespace):
@@ -155,7 +158,7 @@ def main(sandbox: str, limit_s: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         env = environment(date.fromisoformat(day))
-        variables = sorted(jinja2.meta.find_undeclared_variables(env.parse(source)))
+        variables = sorted(jinja2.meta.find_undeclared_variables(env.parse(source)) - {*MARKS})
         template = env.from_string(source)
     except Exception as error:  # whatever jinja2 raises for such a text
         print(json.dumps([reason(error), [], missing]), flush=True)

@@ -2,7 +2,8 @@
 
 The tokens of a response are those that the policy would have sampled: a turn of the assistant is what the chat template
 renders of it behind the generation prompt, up to its end token, and what lies between turns is rendered as in
-conversations (phalanx.models.lm.turns). Only turns are trained.
+conversations (phalanx.models.lm.turns). Only turns are trained, and of a turn what the template itself marks as the
+assistant's, with {% generation %}, if it does.
 """
 
 import json
@@ -35,6 +36,8 @@ from phalanx.types import Each, Prompt, Samples
 log = logging.getLogger(__name__)
 ANSWERS = "phalanx_answers"  # key of a prompt's meta: what follows it; of a pair, first the preferred response
 Messages = list[dict[str, Any]]
+Spoken = tuple[list[int], list[bool]]  # the tokens of a turn, and which of them are trained
+MARKS = {"generation_begins": "\U000f0a10", "generation_ends": "\U000f0a11"}  # of the private use area
 
 
 @dataclass(frozen=True)
@@ -265,7 +268,7 @@ def _read_group(group: Sequence[tuple[Prompt, Messages]], policy: LMPolicy) -> I
 
 def _turn_tokens(
     spoken: Sequence[tuple[Prompt, Messages, int]], tools: list[dict[str, Any]], policy: LMPolicy
-) -> Iterator[list[int]]:
+) -> Iterator[Spoken]:
     """The tokens of each turn, the message at a place of what follows a prompt, with its end token."""
     tokenizer, data, path = policy.tokenizer, policy.data, policy.config.path
     if tokenizer.chat_template is None:
@@ -276,37 +279,73 @@ def _turn_tokens(
             messages = with_system_prompt([*chat_messages(row), *rest[:place]], data.system_prompt)
             asked.append({"messages": messages, "tools": tools or None})
             whole = [*messages, rest[place]]
-            asked.append({"messages": whole, "tools": tools or None, "add_generation_prompt": False})
+            asked.append({"messages": whole, "tools": tools or None, "add_generation_prompt": False, **MARKS})
         with closing(ChatRenderer(template_of(tokenizer, tools or None, path), tokenizer, data, path)) as renderer:
             rendered = renderer.texts(asked)
         texts = []
         for (row, _, _), before, after in zip(spoken, rendered[::2], rendered[1::2], strict=True):
-            if not after.startswith(before):
+            if not _unmarked(after).startswith(before):
                 raise DataError(
                     f"{row.place}: {renderer.name} does not render the assistant's message behind its own generation "
                     "prompt; expected one that does, or data.chat_template_kwargs with which it does"
                 )
-            texts.append(after[len(before) :])
-    for (row, _, _), tokens in zip(spoken, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+            texts.append(_behind(after, len(before)))
+    for (row, _, _), (tokens, trained) in zip(spoken, _tokens(texts, tokenizer), strict=True):
         end = next((place for place, token in enumerate(tokens) if token in policy.ends), len(tokens))
         if policy.decode(tokens[end:]).strip():
             raise DataError(f"{row.place}: a message of the assistant contains an end token of the model")
         _check_embedded(tokens, row, policy)
-        yield [*tokens[:end], tokens[end] if end < len(tokens) else tokenizer.eos_token_id]
+        tokens, trained = tokens[: end + 1], trained[: end + 1]
+        yield (tokens, trained) if end < len(tokens) else ([*tokens, tokenizer.eos_token_id], [*trained, True])
+
+
+def _unmarked(text: str) -> str:
+    return text.translate(dict.fromkeys(map(ord, MARKS.values())))
+
+
+def _behind(text: str, start: int) -> str:
+    """The text behind its first `start` characters, which do not count marks; a mark in effect there begins it."""
+    begin, end = MARKS.values()
+    place = count = 0
+    while count < start:
+        count += text[place] not in (begin, end)
+        place += 1
+    open_here = text.rfind(begin, 0, place) > text.rfind(end, 0, place)
+    return begin * open_here + text[place:]
+
+
+def _tokens(texts: Sequence[str], tokenizer: Any) -> Iterator[Spoken]:
+    """The tokens of texts without their marks, and which have a character between two marks; all without marks."""
+    begin, end = MARKS.values()
+    marked = tokenizer.is_fast and any(begin in text for text in texts)
+    encoded = tokenizer(list(map(_unmarked, texts)), add_special_tokens=False, return_offsets_mapping=marked)
+    for place, (text, tokens) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
+        if not marked or begin not in text:
+            yield tokens, [True] * len(tokens)
+            continue
+        within, inside = list[bool](), False  # of each character
+        for character in text:
+            if character in (begin, end):
+                inside = character == begin
+            else:
+                within.append(inside)
+        yield tokens, [any(within[slice(*span)]) for span in encoded["offset_mapping"][place]]
 
 
 def _joined(
-    row: Prompt, rest: Messages, turns: Sequence[list[int]], policy: LMPolicy, renderer: TurnRenderer | None
+    row: Prompt, rest: Messages, turns: Sequence[Spoken], policy: LMPolicy, renderer: TurnRenderer | None
 ) -> Answer:
     """The turns, and the tokens between them."""
     tokens: list[int] = []
     sampled: list[bool] = []
     spoken = [place for place, message in enumerate(rest) if message["role"] == "assistant"]
     history = in_texts(chat_messages(row))
-    for turn, place, following in zip(turns, spoken, [*spoken[1:], len(rest)], strict=True):
-        tokens += policy.readable(turn)
-        between, missing = in_texts(rest[place + 1 : following]), len(tokens) - len(sampled)
-        sampled += [True] * missing
+    for (turn, trained), place, following in zip(turns, spoken, [*spoken[1:], len(rest)], strict=True):
+        for token, counts in zip(turn, trained, strict=True):
+            readable = policy.readable([token])
+            tokens += readable
+            sampled += [counts] * len(readable)
+        between = in_texts(rest[place + 1 : following])
         if following < len(rest):
             if renderer is None or not between:
                 raise DataError(f"{row.place}: a message of the assistant follows another; expected one in between")
@@ -316,4 +355,4 @@ def _joined(
             tokens += answer
             sampled += [False] * len(answer)
     calls = sum(len(rest[place].get("tool_calls") or ()) for place in spoken)
-    return Answer(tokens, sampled, len(spoken), calls, policy.decode(turns[-1]))
+    return Answer(tokens, sampled, len(spoken), calls, policy.decode(turns[-1][0]))

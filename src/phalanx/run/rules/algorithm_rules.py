@@ -94,6 +94,10 @@ START_RULES = (
          lambda c, a: "context_key" in vars(c.algorithm) and c.model.block_size is not None,
          "{c.algorithm:name:} reads a response behind two prompts, which {c.model:block_size=} divides into different "
          "blocks; expected an autoregressive model"),
+    Rule("algorithm.context environment.path", LM_RL, "Only an environment answers.",
+         lambda c, a: vars(c.algorithm).get("context") == ["environment"] and not c.talks,
+         "{c.algorithm:context}: [environment] is what an environment answers, but there is none; set "
+         "environment.path or environment.tools"),
     Rule("algorithm.context reward.functions", LM_RL, "Peers are chosen by rewards, which also say the feedback.",
          lambda c, a: {"peer", "reward"} & {*vars(c.algorithm).get("context", ())} and not c.reward.functions,
          "{c.algorithm:context}: peers and feedback need rewards; set reward.functions, or leave these sources out"),
