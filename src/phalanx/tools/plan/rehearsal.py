@@ -1,8 +1,7 @@
 """A training step of the job's loop on tensors of the meta device, which have only shapes.
 
 Samples, other weights' outputs, the loss and its gradient are computed as in training, while a Ledger counts. Nothing
-is scored, no weight changes, and no file is read or written. The world is that of one rank of many: sharding and
-messages are arithmetic (phalanx.tools.plan.layout).
+is scored, no weight changes, no file is touched. The world is one rank of many, see phalanx.tools.plan.layout.
 """
 
 from abc import ABC, abstractmethod
