@@ -106,13 +106,13 @@ def score(call: Call, *, forgives: bool = False, copy: Callable[[Outputs], Outpu
     for row, values in zip(term.rows, (scores, *map(output.extras.get, term.extras)), strict=True):
         of_outputs = as_numbers(values, row, term.takes, prompts, problem, forgives=forgives)
         rows[row] = of_outputs.view(-1, call.frames).mean(1)
+    if output.feedback is None:
+        return Scored(rows, problem)
     return Scored(rows, problem, feedback=_texts(output.feedback, term.name, prompts)[:: call.frames])
 
 
 def _texts(feedback: Any, name: str, prompts: list[Prompt]) -> tuple[str, ...]:
     """The texts of a reward. Raises RewardError if they are not one, or None, for each prompt."""
-    if feedback is None:
-        return ()
     texts = tuple("" if text is None else text for text in feedback)
     if len(texts) != len(prompts) or {*map(type, texts)} - {str}:
         raise RewardError(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import exit
 from phalanx.config.messages import counted
-from phalanx.models.meeting import here
 from phalanx.telemetry.advice import is_training_row
 from phalanx.telemetry.loggers import LOSS, Logger, RunStart
 from phalanx.telemetry.records import SAMPLES, Record, kind_of, spoken, summary
@@ -58,6 +57,8 @@ class Console(Logger):
         self.total = start.total_steps
         self.eta = Eta(start)
         self._bar: Progress | None = None
+        from phalanx.models.meeting import here  # it imports torch, which a check of trainer.logger does without
+
         seat = here()
         self.prefix = "" if seat is None else f"{seat.name}  "
         if sys.stderr.isatty() and seat is None:  # a terminal has room for the line of one run
