@@ -16,7 +16,7 @@ import phalanx.algorithms
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.types import Samples
 from tests.helpers.checks import normal
-from tests.helpers.jobs import algorithm_config, full_weights, update
+from tests.helpers.jobs import PROMPTS, algorithm_config, full_weights, update
 from tests.helpers.lm import tiny_lm_config
 from tests.helpers.policies import disturb
 from tests.helpers.ranks import ROOT, run_ranks
@@ -91,7 +91,12 @@ def job(name: str, model: Path, folder: Path, micro: int, *keys: str) -> Any:
         told = [{**json.loads(line), "privileged_context": "Ann"} for line in prompts.read_text().splitlines()]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in told))
         return cfg
-    return algorithm_config(model, folder, name, "rollout.guidance_scale=1", *keys)
+    cfg = algorithm_config(model, folder, name, "rollout.guidance_scale=1", *keys)
+    if "context_key" in own:
+        cfg.data.train_files = [str(folder / "told.jsonl")]
+        told = [{"prompt": text, "enhanced_prompt": f"{text} at dawn"} for text in PROMPTS]
+        (folder / "told.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    return cfg
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

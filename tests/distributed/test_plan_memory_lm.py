@@ -126,7 +126,7 @@ def measure(cfg: Any) -> dict[str, int]:
     }
     with Heap(found["held"]) as heap:
         t.job.state.optimizer.step = heap.during("optimizer", t.job.state.optimizer.step)
-        t.collector.rollout.decode = heap.during("rollout: sample", t.collector.rollout.decode)
+        t.collector.rollout._decode = heap.during("rollout: sample", t.collector.rollout._decode)
         t.collector.rollout._scored = heap.during("rollout: log-probs", t.collector.rollout._scored)
         if t.updater.algorithm.references:
             t.updater.reference_outputs = heap.during("reference", t.updater.reference_outputs)
@@ -298,7 +298,7 @@ def measure_joint(cfg: Any) -> dict[str, int]:
     on_host = strangers | storages([p for e in encoders for p in [*e.parameters(), *e.buffers()]])
     found = {"held": sum(size for address, size in alive().items() if address not in on_host)}
     with Heap(found["held"]) as heap:
-        writer.rollout.decode = heap.during("writer: rollout: sample", writer.rollout.decode)
+        writer.rollout._decode = heap.during("writer: rollout: sample", writer.rollout._decode)
         painter.policy.model.decode = heap.during("painter: rollout: decode", painter.policy.model.decode)
         painter.rollout.sample = heap.during("painter: rollout: sample", painter.rollout.sample)
         step(t, heap.during)

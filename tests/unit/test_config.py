@@ -187,6 +187,9 @@ def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) 
     save(flow, file)
     run = read_run(file, OtherRunConfig, FlowRunConfig)
     assert type(run) is FlowRunConfig and (run.model, run.trainer) == (flow.model, flow.trainer)
+    assert "sweep: {}\n" in file.read_text()
+    file.write_text(file.read_text().replace("sweep: {}\n", ""))  # of an older version
+    assert read_run(file, OtherRunConfig, FlowRunConfig) == run
     other = load_config(OtherRunConfig, None, ["model.path=x", "model.vocabulary=7"])
     save(other, file)
     assert read_run(file, FlowRunConfig, OtherRunConfig) == other

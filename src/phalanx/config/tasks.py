@@ -352,9 +352,10 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
     reason = None
     for kind in kinds:
         names = [f.name for f in fields(kind)]
-        if isinstance(content, dict) and content.keys() >= set(names):
+        # a policy of a joint run and files of older versions have no sweep
+        if isinstance(content, dict) and content.keys() >= {*names} - {"sweep"}:
             try:
-                return build(kind, OmegaConf.create({name: content[name] for name in names}))
+                return build(kind, OmegaConf.create({name: content[name] for name in names if name in content}))
             except ConfigError as error:  # prefer other errors to an unknown key, which another kind may have
                 if reason is None or not (isinstance(error, UnknownKeys) or str(error).startswith("unknown key")):
                     reason = f"{file}: {error}"
