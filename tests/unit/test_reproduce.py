@@ -238,7 +238,10 @@ def test_inputs_are_what_values_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "verdict"),
     [
-        ({"reward/mean": 0.5, "perf/step_s": 9.0}, "equal to the last bit (1 steps, 2 metrics)"),
+        (
+            {"reward/mean": 0.5, "perf/step_s": 9.0, "tools/seconds_mean": 2.0, "writer/time/reward": 1},
+            "equal to the last bit (1 steps, 2 metrics)",
+        ),
         ({"reward/mean": 0.5 + 1e-7}, "equal within rounding (1 steps, 2 metrics): first in reward/mean of step 1, "),
         (
             {"reward/mean": 0.6},
@@ -252,7 +255,7 @@ def test_inputs_are_what_values_name(tmp_path: Path) -> None:
     ],
 )
 def test_rows(other: dict[str, Any], verdict: str, tmp_path: Path) -> None:
-    row = {"step": 1, "reward/mean": 0.5, "actor/lr": 1e-4, "perf/step_s": 1.0}
+    row = {"step": 1, "reward/mean": 0.5, "actor/lr": 1e-4, "perf/step_s": 1.0, "tools/seconds_mean": 1.0}
     for name, content in (("a", row), ("b", row | other)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(content) + "\n")

@@ -17,7 +17,7 @@ from phalanx.run.checkpoint import complete
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_config
-from phalanx.tools.reproduce.rows import NOT_RESULTS, Digest, digest_weights, newest_checkpoint, read_digests, step_of
+from phalanx.tools.reproduce.rows import Digest, digest_weights, is_result, newest_checkpoint, read_digests, step_of
 from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_distance, tensor_entries
 from phalanx.zoo.loggers.console import plain
 
@@ -126,11 +126,11 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _compare_rows(result: Comparison, step: int, one: dict[str, Any], other: dict[str, Any], names: set[str]) -> None:
-    lacking = [name for name in one.keys() ^ other.keys() if not name.startswith(NOT_RESULTS)]
+    lacking = [*filter(is_result, one.keys() ^ other.keys())]
     if lacking and not result.missing:
         result.missing.append(f"only one run has {cut(', '.join(sorted(lacking)))} in step {step}")
     for name in one:
-        if name.startswith(NOT_RESULTS) or name == "step" or name not in other:
+        if name == "step" or name not in other or not is_result(name):
             continue
         names.add(name)
         pair = one[name], other[name]

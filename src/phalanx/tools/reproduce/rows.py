@@ -6,6 +6,7 @@ step of the last one, and for each weight the first 16 digits of its SHA-256 and
 
 import hashlib
 import json
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE
 from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_entries
 
 WEIGHTS_FILE = "weights.json"
-NOT_RESULTS = ("perf/", "time/")  # metrics of times, memory and speed
+NOT_RESULTS = {"perf", "time", "idle"}  # sections of metrics of times, memory and speed
 MOST_WEIGHTS = 1 << 24  # bytes of a weights.json
 Digest = tuple[str, float]  # of a tensor: the beginning of its SHA-256, and its norm
 
@@ -40,10 +41,17 @@ def write_row(run: Path, row: Path) -> None:
         write_inside(row, name, (run / name).read_text().replace(f"{ROOT}/", ""))
     lines = []
     for metrics in read_metrics(run / METRICS_FILE):
-        lines.append(json.dumps({name: value for name, value in metrics.items() if not name.startswith(NOT_RESULTS)}))
+        for name in [*filterfalse(is_result, metrics)]:
+            del metrics[name]
+        lines.append(json.dumps(metrics))
     write_inside(row, METRICS_FILE, "\n".join(lines) + "\n")
     weights = {"step": step_of(folder), "weights": digest_weights(folder)}
     write_inside(row, WEIGHTS_FILE, json.dumps(weights, indent=0) + "\n")
+
+
+def is_result(metric: str) -> bool:
+    """Whether a metric depends on the configuration and the data alone, and not on how long something took."""
+    return NOT_RESULTS.isdisjoint(metric.split("/")) and "seconds" not in metric
 
 
 def newest_checkpoint(*runs: Path) -> Path | None:
