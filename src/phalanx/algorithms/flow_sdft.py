@@ -13,17 +13,15 @@ Deviations from the paper:
 """
 
 from dataclasses import dataclass
-from typing import Optional
 
 from phalanx.algorithms import opd
 from phalanx.algorithms._group import GroupAlgorithm
 from phalanx.config.fields import arg
-from phalanx.config.run import AlgorithmConfig
 from phalanx.types import TEACHER
 
 
 @dataclass
-class Config(AlgorithmConfig):
+class Config(opd.LossConfig):
     """The configuration of `algorithm.name=flow_sdft`."""
 
     context_key: str = arg("enhanced_prompt", "column of the data with the teacher's prompt")
@@ -33,15 +31,6 @@ class Config(AlgorithmConfig):
         ge=0,
         le=1,
     )
-    teacher_guidance: Optional[float] = arg(
-        None, "classifier-free guidance of the teacher, 1 is off; null: as in the rollout", ge=1
-    )
-    loss_type: str = arg(
-        "kl",
-        "KL divergence of the transitions, or mean square of the velocities' difference",
-        choices=("kl", "velocity"),
-    )
-    kl_loss_coef: float = arg(0.0, "weight of the same loss to the reference; 0 runs no reference at all", ge=0)
 
 
 class Algorithm(opd.Algorithm):

@@ -32,7 +32,22 @@ from phalanx.types import TEACHER, Metrics, Policy
 
 
 @dataclass
-class Config(AlgorithmConfig):
+class LossConfig(AlgorithmConfig):
+    """The keys of the loss, whoever the teacher is."""
+
+    teacher_guidance: Optional[float] = arg(
+        None, "classifier-free guidance of each teacher, 1 is off; null: as in the rollout", ge=1
+    )
+    loss_type: str = arg(
+        "kl",
+        "KL divergence of the transitions, or mean square of the velocities' difference",
+        choices=("kl", "velocity"),
+    )
+    kl_loss_coef: float = arg(0.0, "weight of the same loss to the reference; 0 runs no reference at all", ge=0)
+
+
+@dataclass
+class Config(LossConfig):
     """The configuration of `algorithm.name=opd`."""
 
     teacher_path: Optional[str] = arg(
@@ -43,15 +58,6 @@ class Config(AlgorithmConfig):
         {}, "several teachers by name, instead of teacher_path, each for the rows that name it", path=True
     )
     teacher_key: Optional[str] = arg(None, "column of the data that names each row's teacher, of `teachers`")
-    teacher_guidance: Optional[float] = arg(
-        None, "classifier-free guidance of each teacher, 1 is off; null: as in the rollout", ge=1
-    )
-    loss_type: str = arg(
-        "kl",
-        "KL divergence of the transitions, or mean square of the velocities' difference",
-        choices=("kl", "velocity"),
-    )
-    kl_loss_coef: float = arg(0.0, "weight of the same loss to the reference; 0 runs no reference at all", ge=0)
 
 
 class Algorithm(GroupAlgorithm):

@@ -23,7 +23,7 @@ FORMS = {
     "environment": "These were the answers to an earlier attempt:\n\n{text}",
     "reward": "This is feedback on an earlier attempt:\n\n{text}",
 }
-THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)  # left out of demonstrations, as in the paper
+THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)  # left out of demonstrations
 SLACK = 8  # tokens that a text cut at a token may have more when it is read again
 
 
