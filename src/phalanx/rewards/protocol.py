@@ -23,9 +23,10 @@ class ScoreRequest(Texts):
 
 
 class ScoreAnswer(BaseModel):
-    """An answer with the scores, null for a sample without one; other keys are ignored."""
+    """An answer with the scores, null for a sample without one, and perhaps a text on each. Other keys are ignored."""
 
     scores: list[Annotated[float, Field(strict=True, allow_inf_nan=False)] | None]
+    feedback: list[str | None] | None = None
 
 
 class Refusal(BaseModel):

@@ -39,7 +39,8 @@ MAX_PAUSE_S = 30.0
 _RETRIED = (408, 425, 429)  # statuses below 500 after which a request is retried
 _SHOWN = 200  # maximum characters of an answer in a message
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may contain a password
-Scored = tuple[float, float]  # a sample's score, and 1 if it is error_value, 0 if it is from the server
+# a sample's score, 1 if it is error_value and 0 if it is from the server, and what the server says about the sample
+Scored = tuple[float, float, str | None]
 
 
 class ServerError(RuntimeError):
@@ -109,11 +110,13 @@ class Http(RewardWithExtras):
         text_of = cache(_image_base64)  # the samples of a prompt share its images
         plain = [self._json_metadata(meta, text_of) for meta in metadata]
         scored = asyncio.run(self._score_all(sent, prompts, plain))
-        scores, degraded = (list(values) for values in zip(*scored, strict=True))
+        scores, degraded, texts = (list(values) for values in zip(*scored, strict=True))
+        feedback = texts if any(texts) else None
         if self.extras:
-            return RewardOutput(scores, {"degraded": degraded})
+            return RewardOutput(scores, {"degraded": degraded}, feedback=feedback)
         missing = any(map(math.isnan, scores))
-        return RewardOutput(scores, problem=f"{self.shown}: its answer has null for a score") if missing else scores
+        problem = f"{self.shown}: its answer has null for a score" if missing else None
+        return RewardOutput(scores, problem=problem, feedback=feedback) if missing or feedback else scores
 
     async def _score_all(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
         """The scores of all samples, with batch_size samples per request and up to `concurrency` requests at once."""
@@ -141,17 +144,20 @@ class Http(RewardWithExtras):
         """The scores of one request's samples, with error_value for those that are missing, if it is configured."""
         try:
             content = await self._answer_body(client, deadline, body)
-            scores = self._checked_scores(content, count)
+            answer = self._checked_answer(content, count)
         except ServerError as error:
             if self.error_value is None:
                 raise
             self._count_degraded(count, error)
-            return [(self.error_value, 1.0)] * count
-        absent = scores.count(None)
+            return [(self.error_value, 1.0, None)] * count
+        absent = answer.scores.count(None)
         if absent and self.error_value is not None:
             self._count_degraded(absent, self._server_error("its answer has null for a score"))
         missing = (math.nan, 0.0) if self.error_value is None else (self.error_value, 1.0)
-        return [missing if score is None else (score, 0.0) for score in scores]
+        scored = []
+        for score, text in zip(answer.scores, answer.feedback or [None] * count, strict=True):
+            scored.append((*(missing if score is None else (score, 0.0)), text))
+        return scored
 
     async def _answer_body(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
         """The body of the first answer with status 200, after retries if necessary."""
@@ -207,19 +213,21 @@ class Http(RewardWithExtras):
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return f"the connection broke ({self._printable_line(reason)})"
 
-    def _checked_scores(self, content: bytes, count: int) -> list[float | None]:
-        """The checked scores of an answer; None for those that are null."""
+    def _checked_answer(self, content: bytes, count: int) -> ScoreAnswer:
+        """The answer with one score for each sample."""
         try:
-            scores = ScoreAnswer.model_validate_json(content).scores
+            answer = ScoreAnswer.model_validate_json(content)
         except ValidationError as error:
             reason = self._printable_line(complaint(error, values=True))
             raise self._server_error(f"its answer is not usable, {reason}: {self._text_of(content)}") from None
-        if len(scores) != count:
-            raise self._server_error(f"{len(scores)} scores for {count} samples")
-        for i, score in enumerate(scores):
+        if len(answer.scores) != count:
+            raise self._server_error(f"{len(answer.scores)} scores for {count} samples")
+        if answer.feedback is not None and len(answer.feedback) != count:
+            raise self._server_error(f"feedback with {len(answer.feedback)} texts for {count} samples")
+        for i, score in enumerate(answer.scores):
             if score is not None and abs(score) > self.max_abs:
                 raise self._server_error(f"score {i} is {score}; expected numbers up to max_abs={self.max_abs:g}")
-        return scores
+        return answer
 
     def _count_degraded(self, count: int, error: ServerError) -> None:
         """Count samples that get error_value. Log their number at the first ones and whenever it has doubled."""
