@@ -12,6 +12,7 @@ from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from tests.helpers.jobs import PROMPTS, assert_same_weights, base_overrides, fit, rows, update
 from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.roles import run_roles
 
 
 def config(model: Path, folder: Path, *overrides: str, told: str | None = "{} in a garden at dawn") -> FlowRLConfig:
@@ -82,3 +83,16 @@ def test_the_student_comes_nearer(sd3_folder: Path, tmp_path: Path) -> None:
 def test_rows_without_the_prompt(sd3_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"prompts.jsonl:1: no text in the column enhanced_prompt; see algorithm.conte"):
         run_ranks(fit, 1, config(sd3_folder, tmp_path, told=None))
+
+
+@pytest.mark.full
+def test_roles(sd3_folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name, ranks, more in (("together", 1, ()), ("apart", 3, ("placement={rollout: 0-1, actor: 2}",))):
+        cfg = config(sd3_folder, tmp_path / name, "trainer.total_training_steps=2", "parallel.fsdp_size=1", *more)
+        run_roles(build, ranks, cfg)
+        found.append(rows(Path(cfg.trainer.output_dir)))
+    for one, other in zip(*found, strict=True):
+        assert one["actor/teacher_kl"] > 1e-6
+        for key in ("actor/teacher_kl", "actor/grad_norm"):
+            assert other[key] == pytest.approx(one[key], rel=1e-5), key

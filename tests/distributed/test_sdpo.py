@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from phalanx.config.lm import LMRLConfig
+from phalanx.engines.transformers import load_processor
 from phalanx.run.rl import build
+from phalanx.run.rules import load_config
 from tests.distributed.test_conversations import job, talker  # noqa: F401
 from tests.helpers.checks import refused
 from tests.helpers.jobs import assert_same_weights, rows, update
-from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.lm import fit, lm_overrides, tiny_lm_config
 from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.roles import run_roles
+from tests.helpers.tiny_vision import shown_prompts, tiny_vision
 
 REWARD = """
 from phalanx.rewards import RewardOutput
@@ -149,3 +153,85 @@ def test_what_is_refused(lm_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(text)
     with pytest.raises(RankError, match="expected a text or None for each of"):
         run_ranks(fit, 1, cfg)
+
+
+def shown_step(cfg: LMRLConfig) -> tuple[dict[str, Any], list[Any]]:
+    """The first step's metrics, and by sample: the prompt's text, its images, its context and the response."""
+    t = build(cfg)
+    samples, _ = t.collector.sample(0)
+    samples, reward, _ = t.collector.reward(samples, 0)
+    drawn = []
+    for prompt, start, stop, ids in zip(
+        samples.prompts, samples.trace.starts, samples.trace.stops, samples.trace.ids, strict=True
+    ):
+        pictures = [picture.pil() for picture in prompt.images]
+        drawn.append((prompt.meta["hint"], prompt.text, pictures, ids[start:stop].tolist()))
+    return update(t, samples, reward, 0), drawn
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_the_teacher_sees_the_images(family: str, tmp_path: Path) -> None:
+    """Behind the context, and where they stand in the prompt, as transformers' processor places them."""
+    model = tiny_vision(tmp_path / family, family)
+    rows = [json.loads(line) for line in shown_prompts(tmp_path, "prompts.jsonl").read_text().splitlines()]
+    hint = "a <image> b " + load_processor(str(model), None, "model.path").tokenizer.convert_ids_to_tokens(
+        AutoConfig.from_pretrained(model).image_token_id
+    )
+    lines = [json.dumps(row | {"hint": hint if row["images"] else "a"}) for row in rows]
+    keys = lm_overrides(model, tmp_path / "data")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    more = ("algorithm.name=sdft", "algorithm.context_key=hint", "algorithm.teacher_prompt_template='{context} or {prompt}'",
+            f"data.train_files=[{tmp_path}/prompts.jsonl]", "data.max_prompt_length=200", "actor.ppo_mini_batch_size=4")  # fmt: skip
+    ((row, drawn),) = run_ranks(shown_step, 1, load_config(LMRLConfig, None, [*keys, *more]))
+    processor, stock = (
+        load_processor(str(model), None, "model.path"),
+        AutoModelForImageTextToText.from_pretrained(model),
+    )
+
+    def scored(before: str, text: str, images: list[Any], response: list[int]) -> torch.Tensor:
+        content = [{"type": "text", "text": before}] if before else []
+        content += [{"type": "image"}] * len(images) + [{"type": "text", "text": text.replace("<image>", "")}]
+        chat = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        given = processor(
+            text=[chat], images=[images] if images else None, add_special_tokens=False, return_tensors="pt"
+        )
+        length = given["input_ids"].shape[1]
+        given["input_ids"] = torch.cat([given["input_ids"], torch.tensor([response])], 1)
+        for name in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+            if name in given:
+                fill = torch.full((1, len(response)), int(name == "attention_mask"))
+                given[name] = torch.cat([given[name], fill], 1)
+        with torch.no_grad():
+            logits = stock(**given).logits[0, length - 1 : -1]
+        for name in ("image_token_id", "video_token_id"):  # never sampled
+            logits[:, getattr(stock.config, name, stock.config.image_token_id)] = -torch.inf
+        return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+    parts = []
+    for said, text, images, response in drawn:
+        context = "a  b " if images else said
+        parts.append(scored("", text, images, response) - scored(f"{context} or ", text, images, response))
+    assert any(images for _, _, images, _ in drawn)
+    assert row["actor/teacher_kl"] == pytest.approx(float(torch.cat(parts).mean()), rel=1e-4)
+    assert abs(row["actor/teacher_kl"]) > 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_roles(images: bool, lm_folder: Path, tmp_path: Path) -> None:
+    """Contexts are read where samples are drawn, and the teacher's passes are made where the policy is trained."""
+    model = tiny_vision(tmp_path / "vision", "qwen3_vl") if images else lm_folder
+    found = []
+    for name, ranks, more in (("together", 1, ()), ("apart", 3, ("placement={rollout: 0-1, actor: 2}",))):
+        keys = ("trainer.total_training_steps=2", "parallel.fsdp_size=1", "data.max_prompt_length=100")
+        cfg = config(model, tmp_path / name, *keys, *more)
+        if images:
+            file = shown_prompts(tmp_path / name, "prompts.jsonl")
+            lines = [json.dumps(json.loads(line) | {"hint": "It is red."}) for line in file.read_text().splitlines()]
+            file.write_text("\n".join(lines) + "\n")
+        run_roles(build, ranks, cfg)
+        found.append(rows(tmp_path / name / "out"))
+    for one, other in zip(*found, strict=True):
+        assert one["actor/grad_norm"] > 1e-4 and abs(one["actor/teacher_kl"]) > 1e-3
+        for key in ("reward/mean", "actor/grad_norm", "actor/teacher_kl", "actor/context_share"):
+            assert other[key] == pytest.approx(one[key], rel=1e-5), key

@@ -202,7 +202,7 @@ def _parse_row(
         return Prompt(text, 0, meta, negative, _parse_messages(columns[prompt], prompt, where, answered), where)
     given = columns[prompt]
     chat = _parse_messages(given, prompt, where, answered, shows) or [
-        {"role": "user", "content": _message_parts(given)}
+        {"role": "user", "content": message_parts(given)}
     ]
     _place_images(chat, len(pictures), f"{where}: {prompt}")
     return Prompt(text, 0, meta, negative, chat if isinstance(given, list) or pictures else None, where, pictures)
@@ -243,7 +243,7 @@ def _count_mismatch(places: int, images: int, where: str) -> str:
     return f"{where} has places for {places} images ({MARK}, or parts {{type: image}}), but the row has {images}"
 
 
-def _message_parts(text: str) -> list[dict[str, str]]:
+def message_parts(text: str) -> list[dict[str, str]]:
     """Split a text with marks of images into the parts of a message."""
     parts: list[dict[str, str]] = []
     for i, piece in enumerate(text.split(MARK)):
@@ -271,7 +271,7 @@ def _parse_messages(
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
             raise DataError(f"{where}: {name} contains a message that is not {{role, content}}, both texts")
         if shows and "content" in message:
-            message["content"] = _message_parts(message["content"])
+            message["content"] = message_parts(message["content"])
         messages.append(message)
     if messages[-1]["role"] == "assistant" and not answered:
         raise DataError(f"{where}: {name} ends with an answer of the assistant; expected a message to be answered")

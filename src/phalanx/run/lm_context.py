@@ -1,7 +1,7 @@
 """Prompts of a teacher that is the policy itself, with texts of the data or of the samples beside the student's."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, takewhile
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.data.data_files import DataError
+from phalanx.data.prompts import MARK, message_parts
 from phalanx.distributed.collectives import all_gather_rows, on_all_ranks
 from phalanx.environments.texts import in_texts, shortened
 from phalanx.models.lm.chat import chat_messages, prompt_tokens
@@ -28,8 +29,8 @@ SLACK = 8  # tokens that a text cut at a token may have more when it is read aga
 
 
 def with_column(rows: list[Prompt], policy: LMPolicy, config: Any) -> list[Prompt]:
-    """The rows with the tokens that a ContextTeacher reads, if its context is a column of the data alone. Raises
-    DataError for a row without the text or with images, or with a text that is too long for the model.
+    """The rows with the tokens that a ContextTeacher reads, if its context is a column of the data alone, and none has
+    images. Raises DataError for a row without the text, or with a text that is too long for the model.
     """
     result = []
     texts = list(map(partial(_column, config=config), rows))
@@ -46,11 +47,9 @@ def with_column(rows: list[Prompt], policy: LMPolicy, config: Any) -> list[Promp
 
 
 def check_rows(rows: list[Prompt], config: Any) -> None:
-    """Raise DataError for a row that a context of samples cannot be added to."""
-    for row in rows:
-        if row.images:
-            raise DataError(f"{row.place} has images, which a teacher with more in its prompt does not read")
-        if "column" in config.context:
+    """Raise DataError for a row without the text of the context's column, if it has one."""
+    if "column" in config.context:
+        for row in rows:
             _column(row, config)
 
 
@@ -74,6 +73,8 @@ class Contexts:
         for prompt, each, number in zip(samples.prompts, drawn, samples.index.tolist(), strict=True):
             messages = each.beside.get("messages", [])  # with what the environment's reset has added to the prompt
             first = list(takewhile(lambda message: message["role"] != "assistant", messages))
+            if prompt.images and sum(message["content"].count(MARK) for message in first) != len(prompt.images):
+                first = []  # a text of the environment has a mark, too
             asked.append(replace(prompt, messages=first or prompt.messages))
             known = {"environment": _answers(messages[len(first) :])}
             known["reward"] = feedback[number] if feedback else ""
@@ -143,20 +144,32 @@ def _told(rows: list[Prompt], contexts: list[str], policy: LMPolicy, config: Any
     """The tokens of prompts whose last message of the user is the template, filled with it and with a context."""
     filled = []
     for row, context in zip(rows, contexts, strict=True):
-        if row.images:
-            raise DataError(f"{row.place} has images, which a teacher with more in its prompt does not read")
+        if row.images:  # spelled out in a text, these stand for no image
+            for mark in (MARK, *policy.tokenizer.convert_ids_to_tokens(policy.trained.module.never)):
+                context = context.replace(mark, "")
         messages = in_texts(chat_messages(row))
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
         context = _cut(context, config.max_context_length, policy)
         text = config.teacher_prompt_template.format(prompt=messages[last]["content"], context=context)
         messages[last] = {**messages[last], "content": text}
+        if row.images:
+            messages = [message | {"content": message_parts(message["content"])} for message in messages]
         filled.append(replace(row, text=text, messages=messages))
-    result = []  # not by policy.encode, which may cut prompts
-    for row, tokens in zip(
-        filled, prompt_tokens(policy.tokenizer, filled, policy.data, policy.config.path), strict=True
-    ):
+    result = []
+    for row, tokens in zip(filled, _tokens(filled, policy), strict=True):
         if max(tokens, default=0) >= policy.rows:
             token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
             raise DataError(f"{row.place}: the teacher's prompt contains {token!r}, which the model does not embed")
-        result.append(policy.readable(tokens))
+        result.append(tokens)
     return result
+
+
+def _tokens(rows: list[Prompt], policy: LMPolicy) -> Iterator[list[int]]:
+    """The tokens of each prompt; not by policy.encode, which may cut prompts."""
+    plain, shown = [row for row in rows if not row.images], [row for row in rows if row.images]
+    if policy.reader is not None:
+        plain = policy.reader.in_parts(plain)
+        policy.reader.render(shown, policy.data)
+    texts = iter(prompt_tokens(policy.tokenizer, plain, policy.data, policy.config.path))
+    for row in rows:
+        yield policy.reader.read(row, policy.data)[0] if row.images else policy.readable(next(texts))

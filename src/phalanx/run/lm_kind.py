@@ -132,7 +132,7 @@ class LM(PolicyKind):
     def fit(self, rows: list[Prompt], key: str, policy: LMPolicy) -> list[Prompt]:
         rows = fitting_prompts(rows, key, policy, first=policy.world.lead)
         if self.tells and key == "data.train_files":
-            if self.cfg.algorithm.context == ["column"]:
+            if self.cfg.algorithm.context == ["column"] and not self.images:
                 rows = with_column(rows, policy, self.cfg.algorithm)
             else:
                 check_rows(rows, self.cfg.algorithm)
@@ -203,8 +203,8 @@ class LM(PolicyKind):
         return beside
 
     def tell(self, policy: LMPolicy, rollout: Any) -> Contexts | None:
-        # the reset of an environment may add to a prompt
-        late = self.tells and (self.cfg.talks or self.cfg.algorithm.context != ["column"])
+        # the reset of an environment may add to a prompt, and images are read when they are needed
+        late = self.tells and (self.cfg.talks or self.images or self.cfg.algorithm.context != ["column"])
         return Contexts(policy, rollout, self.cfg.algorithm) if late else None
 
     def files(self, config: Any) -> Any:

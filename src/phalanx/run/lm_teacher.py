@@ -10,13 +10,14 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.config.section import reported_by
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
+from phalanx.functional.looks import Look
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
 from phalanx.models.meeting import shared
 from phalanx.training.components import taught_model
-from phalanx.types import Samples, Teacher
+from phalanx.types import Prompt, Samples, Teacher
 
 
 class LoadedLMTeacher:
@@ -123,7 +124,15 @@ class ContextTeacher:
             if trace.sampled is not None:
                 marks[i, start : start + count] = trace.sampled[i, response].cpu()
         device = trace.ids.device
-        theirs = replace(trace, ids=ids.to(device), starts=starts.to(device))
+        looks = trace.looks and tuple(map(self._beside, trace.looks, samples.prompts))
+        theirs = replace(trace, ids=ids.to(device), starts=starts.to(device), looks=looks)
         if trace.sampled is not None:
             theirs = replace(theirs, sampled=marks.to(device), ends=(starts + behind).to(device))
         return replace(samples, trace=theirs)
+
+    def _beside(self, look: Look | None, prompt: Prompt) -> Look | None:
+        """The images of the policy's prompt, which stand elsewhere in the teacher's."""
+        if look is None or not prompt.told:
+            return look
+        positions, following = self.policy.vision.places(torch.tensor([prompt.told]), look.inputs)
+        return replace(look, positions=positions, following=following)

@@ -215,6 +215,14 @@ class Vision:
                 at[:, i, :length] = look.positions[:, :width]
         return at
 
+    def places(self, ids: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, int]:
+        """`positions` and `following` of a Look: those of a prompt's tokens ids [1, P] with the images of `inputs`."""
+        if not self.family.rotary:
+            return torch.arange(ids.shape[1])[None], ids.shape[1]
+        grid = inputs["image_grid_thw"]
+        at, delta = self.model.get_rope_index(ids, (ids == self.image).long(), image_grid_thw=grid)
+        return at[:, 0], ids.shape[1] + int(delta)
+
     def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], Tensor]:
         """Arguments of a forward over left-padded prompts, ids and mask [P, L], and the positions [P] after them."""
         lengths = mask.sum(1).tolist()
@@ -323,10 +331,7 @@ class Reader:
         ids = made["input_ids"]
         kinds = (ids == self.vision.image).long()
         inputs = {name: value for name, value in made.items() if name not in PER_TOKEN}
-        positions, following = torch.arange(ids.shape[1])[None], ids.shape[1]
-        if self.vision.family.rotary:
-            at, delta = self.vision.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
-            positions, following = at[:, 0], following + int(delta)
+        positions, following = self.vision.places(ids, inputs)
         return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures))
 
 
