@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from phalanx.config.lm import LMRLConfig
 from phalanx.run.rl import build
 from tests.helpers.checks import refused
-from tests.helpers.jobs import assert_same_weights, first_step, rows
+from tests.helpers.jobs import assert_same_weights, first_step, rows, update
 from tests.helpers.lm import fit, tiny_lm_config
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -77,6 +77,32 @@ def test_layouts_and_a_resumed_run(lm_folder: Path, tmp_path: Path) -> None:
         [row["actor/teacher_kl"] for row in first], rel=1e-4
     )
     assert_same_weights(one, two[0], 1e-3)
+
+
+def budgeted(cfg: LMRLConfig) -> list[int]:
+    """The tokens of each pass of the teacher."""
+    t = build(cfg)
+    samples, _ = t.collector.sample(0)
+    seen, output = [], t.updater.algorithm.reference_output
+
+    def counted(policy: Any, batch: Any) -> torch.Tensor:
+        seen.append(int(batch.trace.stops.sum()))
+        return output(policy, batch)
+
+    t.updater.algorithm.reference_output = counted
+    update(t, samples, torch.zeros(len(samples.index) * 2), 0)
+    return seen
+
+
+def test_the_teachers_passes_keep_to_the_budget(lm_folder: Path, tmp_path: Path) -> None:
+    keys = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=200", "model.use_remove_padding=true")
+    short, long = (
+        run_ranks(budgeted, 2, config(lm_folder, tmp_path / name, *keys, hints=hint))
+        for name, hint in (("short", "{0}"), ("long", "Ann has {0}" + " and many more" * 4))
+    )
+    for passes in (short, long):
+        assert max(map(max, passes)) <= 200 and len(passes[0]) == len(passes[1])
+    assert len(long[0]) > len(short[0])
 
 
 def test_rows_and_templates_that_cannot_be_told(lm_folder: Path, tmp_path: Path) -> None:

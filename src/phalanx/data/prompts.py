@@ -201,9 +201,7 @@ def _parse_row(
     if not shows:
         return Prompt(text, 0, meta, negative, _parse_messages(columns[prompt], prompt, where, answered), where)
     given = columns[prompt]
-    chat = _parse_messages(given, prompt, where, answered, shows) or [
-        {"role": "user", "content": message_parts(given)}
-    ]
+    chat = _parse_messages(given, prompt, where, answered, shows) or [{"role": "user", "content": message_parts(given)}]
     _place_images(chat, len(pictures), f"{where}: {prompt}")
     return Prompt(text, 0, meta, negative, chat if isinstance(given, list) or pictures else None, where, pictures)
 

@@ -128,7 +128,10 @@ class ContextTeacher:
         theirs = replace(trace, ids=ids.to(device), starts=starts.to(device), looks=looks)
         if trace.sampled is not None:
             theirs = replace(theirs, sampled=marks.to(device), ends=(starts + behind).to(device))
-        return replace(samples, trace=theirs)
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        lengths = samples.lengths.clone()
+        lengths[:, 0] = starts
+        return replace(samples, trace=theirs, lengths=lengths)
 
     def _beside(self, look: Look | None, prompt: Prompt) -> Look | None:
         """The images of the policy's prompt, which stand elsewhere in the teacher's."""

@@ -236,13 +236,13 @@ class Updater:
         Rows are in the order of the samples; samples that are not part of this rank's units have zeros.
         """
         outputs: dict[str, Tensor] = {}
-        passes, tokens = self.plan.passes_of(self.plan.together), batch.samples.tokens
+        passes = self.plan.passes_of(self.plan.together)
         for name in self.algorithm.references:
             units, real_units = self._reference_units(name, batch, passes.micro)
             if not len(units):  # this holds on all ranks or on none
                 continue
             policy, inputs, weights = self.reference(name, batch)
-            results = []
+            results, tokens = [], inputs.samples.tokens  # a teacher may read longer prompts
             cut = passes.parts(len(units), None if tokens is None else tokens[units])
             with weights, policy.unsharded():
                 for part in cut:
