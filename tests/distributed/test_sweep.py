@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.distributed.fsdp import local
 from phalanx.models import shared_base
 from phalanx.run import rl
 from phalanx.run.sweep import built
 from phalanx.types import JobError
-from tests.helpers.jobs import full_weights, rows, tiny_config
+from tests.helpers.jobs import rows, tiny_config
 from tests.helpers.lm import tiny_lm_config
 from tests.helpers.ranks import run_ranks
 
-LORA = ("model.lora_rank=4", "model.lora_alpha=8", "parallel.fsdp_size=1", "trainer.save_freq=1")
+SHARDED = ("model.lora_rank=4", "model.lora_alpha=8", "trainer.save_freq=1")
+LORA = (*SHARDED, "parallel.fsdp_size=1")
 
 
 def train(cfg: Any) -> tuple[dict[str, dict[str, torch.Tensor]], set[int]]:
-    """Train a job or a sweep; returns the weights of each run, and how many runs shared passes."""
+    """Train a job or a sweep; returns this rank's weights of each run, and how many runs shared passes."""
     shares, together = set(), shared_base.together
 
     def counted(calls: list[Any]) -> list[Any]:
@@ -30,17 +32,27 @@ def train(cfg: Any) -> tuple[dict[str, dict[str, torch.Tensor]], set[int]]:
     job = built(rl.build, cfg)
     job.run()
     jobs = dict(zip(cfg.runs, job.jobs, strict=True)) if cfg.runs else {"": job}
-    return {name: full_weights(each.policy.trained.parameters) for name, each in jobs.items()}, shares
+    weights, bases = {}, []
+    for name, each in jobs.items():
+        frozen = [local(p) for p in each.policy.trained.module.parameters() if not p.requires_grad]
+        bases.append({p.data_ptr() for p in frozen if p.numel()})
+        weights[name] = {key: local(p.detach()).clone() for key, p in each.policy.trained.parameters.items()}
+    # FSDP pads shards that are smaller than those of other ranks, in memory of their own
+    assert all(len(base & bases[0]) > 0.8 * len(base) for base in bases)
+    return weights, shares
 
 
-def check_equals_alone(config: Callable[..., Any], ranks: int, keys: tuple[str, ...], swept: str) -> set[int]:
-    """Train a sweep of two runs, and the second of them alone; returns how many runs shared passes."""
+def check_equals_alone(
+    config: Callable[..., Any], ranks: int, keys: tuple[str, ...], swept: str, runs: int = 2
+) -> set[int]:
+    """Train a sweep, and the last of its runs alone; returns how many runs shared passes."""
     cfg = config(*keys, swept)
     weights, shares = run_ranks(train, ranks, cfg)[0]
-    folder, (_, name) = Path(cfg.trainer.output_dir), weights
+    folder, (*_, name) = Path(cfg.trainer.output_dir), weights
+    assert len(weights) == runs
     alone = config(*keys, *name.split(","), f"trainer.output_dir={folder}/alone")
     [expected] = run_ranks(train, ranks, alone)[0][0].values()
-    other, found = weights.values()
+    *_, other, found = weights.values()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -83,6 +95,22 @@ def test_runs_of_language_models_equal_those_alone(request: pytest.FixtureReques
 
     ranks = 2 if kind == "taught" else 1
     check_equals_alone(config, ranks, (*LORA, *keys), "sweep={optim.lr: [1e-3, 4e-3]}")
+
+
+@pytest.mark.full
+@pytest.mark.seldom("shard", "text")
+@pytest.mark.parametrize("kind", ["replicate", "shard", "text"])
+def test_runs_share_a_sharded_base(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
+    """Each rank holds its shards of the base once; runs share passes if their LoRAs are whole on each rank."""
+    text = kind == "text"
+    folder = request.getfixturevalue("lm_folder" if text else "sd3_folder")
+    keys = (*SHARDED, f"parallel.lora_sharding={'shard' if text else kind}")
+
+    def config(*words: str) -> Any:
+        return (tiny_lm_config if text else tiny_config)(folder, tmp_path, *words)
+
+    swept = "sweep={optim.lr: [1e-3, 4e-3], trainer.seed: [3, 5]}"
+    assert check_equals_alone(config, 2, keys, swept, runs=4) == ({4} if kind == "replicate" else set())
 
 
 def failing(cfg: Any) -> str:

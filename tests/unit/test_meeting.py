@@ -46,6 +46,24 @@ def test_jobs_take_turns_in_their_order_until_the_last_has_ended() -> None:
     assert said == ["0.0", "1.0", "2.0", "0.1", "2.1", "2.2"]
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_requests_are_joined_only_if_all_ranks_join_them(agrees: bool) -> None:
+    groups: list[list[int]] = []
+
+    def together(values: list[int]) -> list[int]:
+        groups.append(values)
+        return values
+
+    def run(seat: Seat) -> int:
+        seat.meeting.agree = lambda numbers: agrees
+        answer: int = seat.ask("other" if seat.number == 1 else "one", seat.number, together)
+        pause()
+        return answer
+
+    assert meet(run, run, run) == [0, 1, 2]
+    assert groups == ([[0, 2], [1]] if agrees else [[0], [1], [2]])
+
+
 def test_equal_requests_are_answered_at_once_in_their_mode_of_gradients() -> None:
     groups: list[tuple[list[int], bool]] = []
 

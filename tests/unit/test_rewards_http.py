@@ -117,23 +117,6 @@ def test_completions_are_sent_as_they_are() -> None:
     assert seen[2] == {"completions": ["b"], "prompts": ["p4"], "metadata": [{"ground_truth": 4}]}
 
 
-def test_a_server_says_something_about_some_samples() -> None:
-    said = iter([["too long", None], None, ["", "wrong"], ["one"], ["one", 2]])
-
-    def answer(request: "Strange", body: dict[str, Any]) -> None:
-        request.reply({"scores": [0.0] * len(body["completions"]), "feedback": next(said)})
-
-    with strange(answer) as server:
-        ask = Http(server.url, batch_size=2, concurrency=1, retries=0)
-        output = ask(["a"] * 6, ["p"] * 6, [{}] * 6)
-        assert isinstance(output, RewardOutput)
-        assert output.feedback == ["too long", None, None, None, "", "wrong"] and list(output.scores) == [0] * 6
-        with pytest.raises(ServerError, match="feedback with 1 texts for 2 samples"):
-            ask(["a"] * 2, ["p"] * 2, [{}] * 2)
-        with pytest.raises(ServerError, match=r"its answer is not usable, feedback\.1=2 should be a valid string"):
-            ask(["a"] * 2, ["p"] * 2, [{}] * 2)
-
-
 def test_the_server_of_the_documentation() -> None:
     page = (ROOT / "docs" / "serving-rewards.md").read_text()
     source = page.partition('```python title="scorer.py"\n')[2].partition("```")[0]

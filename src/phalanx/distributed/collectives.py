@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,12 @@ def broadcast_object(value: T, source: int = 0) -> T:
     with _record_wait():
         dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def same_everywhere(value: object) -> bool:
+    """Whether all ranks have a value with the same text."""
+    digest = zlib.crc32(repr(value).encode())
+    return reduce_int(digest, "max") == -reduce_int(-digest, "max")
 
 
 def reduce_int(value: int, op: str) -> int:

@@ -15,7 +15,6 @@ The order of calls in an optimizer step:
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -48,14 +47,17 @@ class Sharded:
         experts: Sequence[nn.Module] = (),
         kept: torch.dtype | None = None,
         whole: Sequence[nn.Module] = (),
+        beside: "Sharded | None" = None,
     ) -> None:
         """Distribute `module` in place.
 
         dtype: dtype of the computation. experts: modules spread over the shard axis. kept: parameters with fewer bits
         are stored in this dtype; each rank casts only the part that it keeps. whole: frozen modules that stay unsharded
-        on each rank. Raises ValueError if experts cannot be spread.
+        on each rank. beside: that of another module, whose blocks have the same frozen weights; each rank keeps one
+        shard of them. Raises ValueError if experts cannot be spread.
         """
         self.module, self.world, self.config, self._kept = module, world, config, kept
+        self._units, self._beside = [*blocks, module], beside
         self._fsdp: list[FSDPModule] = []
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
         if config.expert_parallel and world.shard_size > 1 and not experts:
@@ -77,7 +79,7 @@ class Sharded:
             ignored: set[nn.Parameter] = {trained[name] for name in replicated} | unsharded
             for m in experts:
                 ignored |= set(m.parameters(recurse=False))
-            self._fully_shard(blocks, dtype, ignored)
+            self._fully_shard(dtype, ignored)
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
             trained = _trainable_parameters(module)  # fully_shard has replaced the parameters by DTensors
         else:
@@ -95,7 +97,7 @@ class Sharded:
         self.hidden_matrices = {name for name, p in trained.items() if p.dim() in (2, 4, 5) and id(p) in inner}
         self.copy_to_module()
 
-    def _fully_shard(self, blocks: list[nn.Module], dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
+    def _fully_shard(self, dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
         """Shard the blocks, then the root. LoRA matrices are sharded with the block that contains them."""
         precision = MixedPrecisionPolicy(
             param_dtype=dtype,
@@ -112,7 +114,7 @@ class Sharded:
         # Inner modules first: fully_shard takes the parameters that no inner unit has taken, so the root gets those
         # outside the blocks. A unit is gathered as a whole. With one unit per block, the weights of about two blocks
         # are unsharded at a time: the block that computes and the next one, which is being gathered.
-        for i, unit in enumerate([*blocks, self.module]):
+        for i, unit in enumerate(self._units):
             # FSDP expects whole parameters, but gets only their shapes. Then each rank reads its shards from the files,
             # of which the parameters are views.
             whole = self._take_out(unit, ignored)
@@ -122,10 +124,10 @@ class Sharded:
                 mesh=self.world.mesh,
                 mp_policy=precision,
                 offload_policy=offload,
-                reshard_after_forward=self.config.reshard_after_forward and i < len(blocks),
+                reshard_after_forward=self.config.reshard_after_forward and unit is not self.module,
                 ignored_params=ignored,
             )
-            self._put_parts(unit, whole)
+            self._put_parts(unit, whole, None if self._beside is None else self._beside._units[i])
         for m in self.module.modules():
             for name, buffer in m.named_buffers(recurse=False):
                 # only parameters are offloaded; buffers must be on the device
@@ -152,8 +154,10 @@ class Sharded:
             setattr(unit.get_submodule(head), leaf, shapes[p])
         return whole
 
-    def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter]) -> None:
-        """Fill the parameters of a sharded unit, which have no values yet, with this rank's parts of `whole`."""
+    def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter], beside: nn.Module | None) -> None:
+        """Fill the parameters of a sharded unit, which have no values yet, with this rank's parts of `whole`, or with
+        those that the unit `beside` has if they are frozen.
+        """
         device = torch.device("cpu") if self.config.param_offload else self.world.device
         shards = self.world.mesh["shard"]
         place, size = shards.get_local_rank(), shards.size()
@@ -162,8 +166,11 @@ class Sharded:
         for name, p in whole.items():
             if p not in made:
                 rows = -(-len(p) // size)
-                part = p.detach()[place * rows : (place + 1) * rows]
-                part = part.to(device, self._storage_dtype(p), copy=True)
+                if beside is None or p.requires_grad:
+                    part = p.detach()[place * rows : (place + 1) * rows]
+                    part = part.to(device, self._storage_dtype(p), copy=True)
+                else:
+                    part = local(beside.get_parameter(name).detach())
                 made[p] = nn.Parameter(as_part_of(part, unit.get_parameter(name)), p.requires_grad)
             parts[name] = made[p]
         unit.load_state_dict(parts, strict=False, assign=True)
@@ -173,18 +180,6 @@ class Sharded:
         if self._kept is None or p.dtype.itemsize >= self._kept.itemsize or not p.is_floating_point():
             return p.dtype
         return self._kept
-
-    def of_copy(self, module: nn.Module, dtype: torch.dtype) -> "Sharded":
-        """The same for a copy of the module with other parameters where they are trained, which are replicated; they
-        get the values of the optimizer's tensors. dtype: see __init__.
-        """
-        other = shallow_copy(self)
-        other.module, other._copies, other.parameters = module, {}, {}
-        for name, p in _trainable_parameters(module).items():
-            p.data = self.parameters[name].detach().clone()
-            other.parameters[name] = other._optimizer_tensor(name, p, dtype)
-        other._replicated = list(other.parameters.values())
-        return other
 
     def _optimizer_tensor(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor for a replicated parameter: a copy if the parameter is not in `dtype`."""

@@ -41,7 +41,7 @@ class FusedLinear(Linear):
         """[..., in] -> [..., out]; computed by peft in cases that `_is_plain` excludes."""
         rows = adapters_now()
         if not rows or self.disable_adapters or not self.beside:
-            return self._of_one(x, *args, **kwargs)
+            return self._of_one(self.base_layer, x, *args, **kwargs)
         # rows of the batch are outermost, whatever else has been folded into the first dim
         layers = [self.beside[adapter] for adapter in rows]
         equal = len(set(rows.values())) == 1 and len(x) % len(rows) == 0
@@ -51,7 +51,8 @@ class FusedLinear(Linear):
         each, rest = divmod(len(x), sum(rows.values()))
         assert rest == 0, f"the first dim, {len(x)}, is not that of {sum(rows.values())} rows of the batch"
         parts = x.split([each * count for count in rows.values()])
-        return torch.cat([layer._of_one(*pair, **kwargs) for layer, *pair in zip(layers, parts, strict=True)])
+        base = self.base_layer  # FSDP has gathered it, and those of the other layers not
+        return torch.cat([layer._of_one(base, *pair, **kwargs) for layer, *pair in zip(layers, parts, strict=True)])
 
     def _grouped(self, x: Tensor, layers: "Sequence[FusedLinear]") -> Tensor:
         """The output for equally many rows of each of the layers, which share their base."""
@@ -63,11 +64,17 @@ class FusedLinear(Linear):
         out: Tensor = _GroupedLora.apply(x, base.bias, self.scaling[name], len(layers), *downs, *ups, *_stored(base))
         return out
 
-    def _of_one(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _of_one(self, base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The output with the weights of `base`, which is the base layer or an equal one."""
         if self.disable_adapters or self.merged or args or kwargs or not self._is_plain(x):
-            return super().forward(x, *args, **kwargs)
+            kept = self._modules["base_layer"]
+            self.base_layer = base
+            try:
+                return super().forward(x, *args, **kwargs)
+            finally:
+                self.base_layer = kept
         [name] = self.active_adapters
-        base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
+        down, up = self.lora_A[name].weight, self.lora_B[name].weight
         fused = _MergedLinear if _should_merge(x, base.out_features, base.in_features) else _LoraLinear
         onednn = base.onednn if isinstance(base, Nf4Linear) else isinstance(base, OneDnnLinear)
         out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *_stored(base))

@@ -36,7 +36,12 @@ class _Request:
 
 
 class Meeting:
-    """Jobs 0 to `count` - 1, each of which runs on one thread within `seat`. shared: see Seat.once."""
+    """Jobs 0 to `count` - 1, each of which runs on one thread within `seat`. shared: see Seat.once.
+
+    agree: whether all ranks have the same value. If a pass communicates, they must join the same requests.
+    """
+
+    agree: Callable[[object], bool] | None = None
 
     def __init__(self, count: int, shared: dict[Hashable, Any]) -> None:
         self.shared = shared
@@ -81,11 +86,18 @@ class Meeting:
             self._gates[self._due.pop(0)].release()
 
     def _answer(self) -> None:
-        groups: dict[tuple[Hashable, bool], list[int]] = defaultdict(list)
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for number in self._live:
             request = self._requests[number]
             groups[request.key, request.grad].append(number)
-        for (key, grad), group in groups.items():
+        if self.agree is not None and not self.agree([*groups.values()]):
+            apart: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+            for number in self._live:
+                request = self._requests[number]
+                alone = () if request.key in (BACKWARD, PAUSE) else (number,)
+                apart[request.key, request.grad, *alone].append(number)
+            groups = apart
+        for (key, grad, *_), group in groups.items():
             if key == BACKWARD:
                 group = self._complete(group)
             elif grad and key != PAUSE:
@@ -151,6 +163,12 @@ def _backward(losses: list[Tensor]) -> list[None]:
 def here() -> Seat | None:
     """The seat of this thread; None outside of meetings."""
     return vars(_thread).get("seat")
+
+
+def seeds() -> Sequence[int]:
+    """The seeds of all jobs of a meeting; empty outside of meetings."""
+    seat = here()
+    return () if seat is None else seat.meeting.shared["seeds"]
 
 
 def pause() -> None:

@@ -6,7 +6,7 @@ It does not depend on what the module computes. A job may have several, such as 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -56,12 +56,14 @@ class TrainedModel:
         kept: torch.dtype | None = None,
         beside: Beside | None = None,
         part: nn.Module | None = None,
+        adapters: Sequence[int] = (),
     ) -> None:
         """Add a LoRA, quantize and compile `blocks`, as `config` says, and shard them.
 
         dtype: that of the module's computation. lora_targets: default of model.target_modules. seed: that of the LoRA's
         weights. frozen: nothing is trained. experts, kept: see Sharded. part: the submodule that is trained; None: all.
-        Raises ValueError for unknown layers.
+        adapters: seeds of all LoRAs that share the base, of which this is the first; see with_adapters. Raises
+        ValueError for unknown layers.
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
         self.lora = config.lora_rank > 0
@@ -90,8 +92,15 @@ class TrainedModel:
         if config.quantization is not None:
             # when sharded, not left on the device: there they would be whole until FSDP shards them
             quantize_layers(blocks, world.device, stays=world.shard_size == 1)
-        units = [*beside.blocks, *blocks]
+        copies = [] if frozen or not self.lora else self._copies(seed, adapters[1:])
+        units, names = [*beside.blocks, *blocks], dict(zip(module.modules(), dict(module.named_modules()), strict=True))
         self.sharded = Sharded(module, units, world, parallel, dtype, experts, kept, whole)
+        self._others: list[Sharded] = []  # of the copies
+        for other in copies:
+            twins = ([other.get_submodule(names[inner]) for inner in each] for each in (units, experts, whole))
+            of_units, of_experts, of_whole = twins
+            given = world, parallel, dtype, of_experts, kept, of_whole, self.sharded
+            self._others.append(Sharded(other, of_units, *given))
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
 
@@ -122,24 +131,38 @@ class TrainedModel:
         else:
             seat.backward(loss)
 
-    def with_adapters(self, seeds: Sequence[int], *, shares: bool) -> "list[TrainedModel]":
-        """Models with their own LoRA on the frozen base of this one, which is the first of them. None has been trained.
+    def _copies(self, seed: int, seeds: Sequence[int]) -> list[nn.Module]:
+        """Copies of the module on the same base, with the LoRAs of these seeds; that of the module has `seed`."""
+        from phalanx.models.shared_base import copy_beside, drawn_again
 
-        seeds: those of their weights. shares: whether they share passes, for functions that `run` calls with the batch
-        as the first dim of all tensors, and of those that they return.
+        copies = []
+        for each in seeds:
+            copies.append(copy_beside(self.module))
+            if each != seed:
+                for name, value in drawn_again(self.module, self.part, self.config, self.targets, each):
+                    copies[-1].get_parameter(name).data.copy_(value)
+        return copies
+
+    def with_adapters(self, *, shares: bool) -> "list[TrainedModel]":
+        """The models of all `adapters` of __init__, each with its own LoRA on the same frozen base. None has been
+        trained.
+
+        shares: whether they share passes, for functions that `run` calls with the batch as the first dim of all
+        tensors, and of those that they return. Sharded LoRAs cannot.
         """
-        from phalanx.models.shared_base import copy_beside, drawn_again, share_layers
+        from phalanx.models.shared_base import share_layers
 
-        self.shares, models = shares, [self]
-        for adapter, seed in enumerate(seeds[1:], start=1):
+        models = [self]
+        self.shares = shares and not any(isinstance(p, DTensor) for p in self.parameters.values())
+        for adapter, sharded in enumerate(self._others, start=1):
             other = copy.copy(self)
-            other.adapter, other._weights, other.module = adapter, {}, copy_beside(self.module)
-            other.sharded = self.sharded.of_copy(other.module, self.dtype)
-            other.parameters = other.sharded.parameters
-            if seed != seeds[0]:
-                other.take(drawn_again(other.module, self.part, self.config, self.targets, seed))
+            other.adapter, other._weights, other.module = adapter, {}, sharded.module
+            other.sharded, other.parameters = sharded, sharded.parameters
             models.append(other)
-        share_layers([model.module for model in models])
+        if self.shares:
+            share_layers([model.module for model in models])
+            for model in models:  # all of them may be within `unsharded` at once, each with a whole copy of the base
+                model.sharded.config = replace(model.sharded.config, rollout_unsharded=False)
         return models
 
     def unsharded(self) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from phalanx.config.messages import ConfigError
 from phalanx.config.registry import resolve_object
 from phalanx.config.run import RunConfig
 from phalanx.data.prompts import validation_sets
+from phalanx.distributed.collectives import same_everywhere
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.meeting import here
@@ -226,9 +227,10 @@ def policy_of(kind: PolicyKind, world: World, plan: BatchPlan | None = None) -> 
     seat = here()
     if seat is None:
         return kind.load_policy(world, plan)
-    seeds = seat.meeting.shared["seeds"]
     policy = seat.once("policy", lambda: kind.load_policy(world, plan))
-    models = seat.once("adapters", lambda: policy.trained.with_adapters(seeds, shares=kind.shares))
+    models = seat.once("adapters", lambda: policy.trained.with_adapters(shares=kind.shares))
+    if models[0].shares and world.shard_size > 1:  # ranks gather weights together in each pass
+        seat.meeting.agree = same_everywhere
     return kind.adapted(policy, models[seat.number])
 
 

@@ -166,7 +166,9 @@ def _told(rows: list[Prompt], contexts: list[str], policy: LMPolicy, config: Any
 
 def _tokens(rows: list[Prompt], policy: LMPolicy) -> Iterator[list[int]]:
     """The tokens of each prompt; not by policy.encode, which may cut prompts."""
-    plain, shown = [row for row in rows if not row.images], [row for row in rows if row.images]
+    plain, shown = list[Prompt](), list[Prompt]()
+    for row in rows:
+        (shown if row.images else plain).append(row)
     if policy.reader is not None:
         plain = policy.reader.in_parts(plain)
         policy.reader.render(shown, policy.data)

@@ -32,6 +32,7 @@ from phalanx.models.lm.composite import name_in_whole
 from phalanx.models.lm.load_folder import end_tokens, load_model, load_tokenizer, read_lora, unused_generation
 from phalanx.models.lm.model import DTYPES, CausalLM, positions
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
+from phalanx.models.meeting import seeds
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
 from phalanx.types import Prompt, Samples
@@ -96,6 +97,7 @@ class LMPolicy:
             DTYPES[config.dtype],
             lora_targets=LORA_TARGETS,
             seed=seed,
+            adapters=seeds(),
             frozen=frozen,
             experts=experts.spread(model.lm, config, parallel, world.shard_size),
             kept=kept,
@@ -251,8 +253,6 @@ class LMPolicy:
     def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Any:
         """Only for policies that corrupt their samples."""
         raise AssertionError("a causal language model has no corrupted samples")
-
-    # -- cost -------------------------------------------------------------------------------------
 
     def forward_flops(self, length: float, logits: float) -> float:
         """FLOPs of a forward pass over `length` tokens that computes `logits` logits: a length + b length^2 + c logits.

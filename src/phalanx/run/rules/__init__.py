@@ -42,7 +42,7 @@ RULES = (
     *task_rules.RULES,
 )
 START_RULES = (*batch_rules.START_RULES, *algorithm_rules.START_RULES, *rollout_rules.START_RULES)
-LAUNCH_RULES = (*sweep_rules.LAUNCH_RULES, *layout_rules.LAUNCH_RULES)
+LAUNCH_RULES = layout_rules.LAUNCH_RULES
 MODEL_RULES = block_rules.MODEL_RULES
 
 

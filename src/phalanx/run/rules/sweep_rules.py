@@ -25,10 +25,7 @@ RULES = (
          lambda c: c.sweep and c.parallel.ulysses_sequence_parallel_size > 1,
          "sweep: its runs share passes, but not the positions of samples; set "
          "parallel.ulysses_sequence_parallel_size=1"),
-)  # fmt: skip
-
-LAUNCH_RULES = (
-    Rule("sweep parallel.fsdp_size", RUN, "The base of a sweep is replicated.",
-         lambda c, w: c.sweep and w.width > 1,
-         "sweep: each rank holds the whole base, which its runs share; set parallel.fsdp_size=1, not {w.width}"),
+    Rule("sweep parallel.expert_parallel", RUN, "Each run would have its own experts.",
+         lambda c: c.sweep and c.parallel.expert_parallel,
+         "sweep: its runs share a base, but not experts that are kept on one rank; set parallel.expert_parallel=false"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The images of prompts that the reward `http` sends with texts."""
+"""What the reward `http` sends beside texts, the images of their prompts, and gets beside scores, texts about them."""
 
 import base64
 from functools import partial
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from phalanx.media.pictures import Picture, raw_file
-from phalanx.zoo.rewards.http import Http
+from phalanx.rewards import RewardOutput
+from phalanx.zoo.rewards.http import Http, ServerError
 from tests.helpers.reward_servers import Strange, strange
 
 
@@ -39,3 +40,20 @@ def test_a_file_that_is_gone_is_told() -> None:
         ValueError, match=r"^data.train_files: a.jsonl, row 3: images\[0\]: the image cannot be read: .*"
     ):
         Http("http://127.0.0.1:1/score")(["a"], ["p"], [{"images": (gone,)}])
+
+
+def test_a_server_says_something_about_some_samples() -> None:
+    said = iter([["too long", None], None, ["", "wrong"], ["one"], ["one", 2]])
+
+    def answer(request: Strange, body: dict[str, Any]) -> None:
+        request.reply({"scores": [0.0] * len(body["completions"]), "feedback": next(said)})
+
+    with strange(answer) as server:
+        ask = Http(server.url, batch_size=2, concurrency=1, retries=0)
+        output = ask(["a"] * 6, ["p"] * 6, [{}] * 6)
+        assert isinstance(output, RewardOutput)
+        assert output.feedback == ["too long", None, None, None, "", "wrong"] and list(output.scores) == [0] * 6
+        with pytest.raises(ServerError, match="feedback with 1 texts for 2 samples"):
+            ask(["a"] * 2, ["p"] * 2, [{}] * 2)
+        with pytest.raises(ServerError, match=r"its answer is not usable, feedback\.1=2 should be a valid string"):
+            ask(["a"] * 2, ["p"] * 2, [{}] * 2)
