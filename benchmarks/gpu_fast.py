@@ -13,7 +13,7 @@ import torch
 from gpu_lines import CUDA_ONLY, Line, Lines, Part, Stage, clock, device, seconds, tried
 from torch import nn
 
-from phalanx.engines.sleeping import Sleeping
+from phalanx.engines.transformers import Sleeping
 from phalanx.telemetry.step_metrics import peak_memory_gb
 
 ROOT = Path(__file__).resolve().parents[1]

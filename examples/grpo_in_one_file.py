@@ -15,7 +15,7 @@ from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.passes import Passes
 from phalanx.functional.advantage import group_advantage, has_signal
-from phalanx.functional.token_losses import clipped_tokens
+from phalanx.functional.losses import clipped_tokens
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.run.kind import kind_of
 from phalanx.run.rules import load_config

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded
-from phalanx.models.weights_sent import merged_weights
+from phalanx.models.trained import merged_weights
 from phalanx.run.world import start_world
 from tests.helpers.ranks import run_ranks
 

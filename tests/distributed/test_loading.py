@@ -16,12 +16,13 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMDataConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
+from phalanx.models.flow.embeds import moved
 from phalanx.models.flow.folder import load_text_encoder
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lm.lm_export import export_model
 from phalanx.models.lm.lm_policy import build_policy
 from phalanx.models.lm.load_folder import load_model
-from phalanx.models.stored import dtype_to_read, moved
+from phalanx.models.stored import dtype_to_read
 from phalanx.run.world import start_world
 from tests.helpers.jobs import fit, full_weights, tiny_config
 from tests.helpers.ranks import run_ranks

@@ -43,7 +43,7 @@ AGAIN = "model.gradient_checkpointing=true"
 KL = "algorithm.kl_loss_coef=0.04"
 STATES = (KL, "actor.ema.decay=0.9", "parallel.optimizer_offload=true")
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80")
-WOKEN = "engines/sleeping.py:Sleeping.awake"
+WOKEN = "engines/transformers.py:Sleeping.awake"
 FILMS = "reward.functions=[{name: jpeg_incompressibility}]"
 JUDGE = ("reward.model.engine=transformers", "reward.model.max_tokens=4")
 OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *JUDGE, "reward.model.temperature=1")

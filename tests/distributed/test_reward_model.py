@@ -136,8 +136,7 @@ def slept(cfg: RewardModelConfig) -> tuple[list[str], int]:
     """The answers of a model that has slept, and the number of divided weights in its blocks."""
     from torch.distributed.tensor import DTensor
 
-    from phalanx.engines.sleeping import Sleeping
-    from phalanx.engines.transformers import TransformersEngine
+    from phalanx.engines.transformers import Sleeping, TransformersEngine
     from phalanx.rewards.judge_model import RewardModel
 
     model = RewardModel(cfg, timeout_s=60.0)

@@ -13,7 +13,7 @@ from phalanx.algorithms import awm, diffusion_nft, rwr, sft
 from phalanx.algorithms._forward import mean_square
 from phalanx.functional.advantage import group_advantage, group_weights
 from phalanx.functional.flow import FlowTrace, Noised
-from phalanx.functional.forward_losses import negative_aware, optimality
+from phalanx.functional.losses import negative_aware, optimality
 from phalanx.types import Batch
 from tests.helpers.checks import normal, reduced
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from phalanx.functional.mismatch import MOST, by_position, mismatch
+from phalanx.functional.correction import FINITE, by_position, mismatch
 
 
 def test_the_formulas_by_hand() -> None:
@@ -40,7 +40,7 @@ def test_quantiles_are_those_of_all_actions() -> None:
 
 def test_a_probability_of_zero_is_far() -> None:
     found = mismatch(torch.tensor([[-math.inf, 0.0, math.nan]]), torch.tensor([[True, True, True]]), 0.5)
-    assert found["largest"] == MOST == found["k3"] and found["actions_clipped"] == pytest.approx(2 / 3)
+    assert found["largest"] == FINITE == found["k3"] and found["actions_clipped"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

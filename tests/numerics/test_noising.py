@@ -1,4 +1,4 @@
-"""phalanx.functional.noising: the drawn noise levels and their frequencies."""
+"""phalanx.functional.flow: the drawn noise levels and their frequencies."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.functional.noising import noise_levels
+from phalanx.functional.flow import noise_levels
 
 SCHEDULE = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.25])
 

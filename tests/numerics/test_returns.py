@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms import ppo, reinforce_plus_plus
+from phalanx.functional.losses import kl_estimate
 from phalanx.functional.returns import at_last, gae, moments, placed, value_loss, whitened
-from phalanx.functional.token_losses import kl_estimate
 from phalanx.types import Scored
 from tests.helpers.checks import normal, reduced
 

@@ -5,7 +5,7 @@ import torch
 
 from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
-from phalanx.functional.rewards import Share, check_range, combine
+from phalanx.functional.advantage import Share, check_range, combine
 from phalanx.run.rules import load_config
 from phalanx.types import JobError
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.algorithms import TokenAlgorithm, awm, cispo, distillation, flow_grpo, grpo, raft, rloo, sapo
 from phalanx.functional.advantage import leave_one_out
-from phalanx.functional.token_losses import LARGEST, gated_tokens, weighted_tokens
+from phalanx.functional.losses import LARGEST, gated_tokens, weighted_tokens
 from phalanx.functional.tokens import TokenReplay
 from phalanx.types import Batch, Policy
 from phalanx.zoo.rewards.text.overlong import Overlong

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from phalanx.functional.token_losses import clipped_tokens, kl_estimate
+from phalanx.functional.losses import clipped_tokens, kl_estimate
 from phalanx.functional.tokens import TokenTrace, Truncation, token_scores
 from phalanx.models.lm.model import CausalLM
 from phalanx.rollout.lm.decode import Decoding

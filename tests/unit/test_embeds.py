@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.config.parallel import ParallelConfig
-from phalanx.distributed.node import Node
+from phalanx.distributed.mesh import Node
 from phalanx.models.flow import embeds
 from phalanx.models.flow.embeds import EmbedsCache
 from phalanx.models.flow.family import Embeds

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.engines.receipt import Receipt
-from phalanx.functional.fingerprints import fingerprints
+from phalanx.engines.receipt import Receipt, fingerprints
 
 HELD = {
     "q": (64, 48),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.engines.sleeping import Sleeping
+from phalanx.engines.transformers import Sleeping
 
 
 def tied() -> nn.Sequential:

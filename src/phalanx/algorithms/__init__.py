@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from phalanx import types
+from phalanx.algorithms._bases import (
+    GroupAlgorithm,
+    GroupConfig,
+    TokenAlgorithm,
+    TokenConfig,
+    TransitionAlgorithm,
+    TransitionConfig,
+)
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig
-from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
-from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
-from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
 from phalanx.config.messages import ConfigError, reason
 from phalanx.config.registry import resolve_registry
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
+from phalanx.algorithms._bases import GroupAlgorithm, GroupConfig
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, Noised
 from phalanx.types import Metrics, Policy, Samples

@@ -8,10 +8,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from phalanx.algorithms import grpo
-from phalanx.algorithms._group import OF_ADVANTAGES
+from phalanx.algorithms._bases import OF_ADVANTAGES
 from phalanx.config.fields import arg
+from phalanx.functional.losses import KL_TYPES, kl_estimate
 from phalanx.functional.returns import moments, placed
-from phalanx.functional.token_losses import KL_TYPES, kl_estimate
 from phalanx.types import Credit, Scored
 
 

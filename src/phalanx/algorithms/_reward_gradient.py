@@ -8,8 +8,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from phalanx.algorithms._bases import GroupAlgorithm
 from phalanx.algorithms._forward import mean_square
-from phalanx.algorithms._group import GroupAlgorithm
 from phalanx.config.fields import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import Denoiser, FlowBatch, FlowTrace, States

@@ -15,9 +15,9 @@ from typing import Optional
 
 from torch import Tensor
 
-from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
+from phalanx.algorithms._bases import TokenAlgorithm, TokenConfig
 from phalanx.config.fields import arg
-from phalanx.functional.token_losses import weighted_tokens
+from phalanx.functional.losses import weighted_tokens
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Metrics
 

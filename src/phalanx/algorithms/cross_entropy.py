@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import OF_ADVANTAGES
-from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
+from phalanx.algorithms._bases import OF_ADVANTAGES, TokenAlgorithm, TokenConfig
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Metrics
 

@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from phalanx.algorithms._bases import OF_ADVANTAGES
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square, shared_noise
-from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.preference import best_and_worst, dpo_loss

@@ -24,7 +24,7 @@ from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_sq
 from phalanx.config.choices import DECAY
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch
-from phalanx.functional.forward_losses import negative_aware, optimality
+from phalanx.functional.losses import negative_aware, optimality
 from phalanx.types import Metrics, Policy
 
 # (rate, flat, limit) of d = min(rate x max(step - flat, 0), limit), as in the authors' code

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms import grpo
-from phalanx.algorithms._group import of_teachers, teachers_of
+from phalanx.algorithms._bases import of_teachers, teachers_of
 from phalanx.config.fields import arg
-from phalanx.functional.losses import spread
-from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate
+from phalanx.functional.losses import KL_LOSS_TYPES, kl_estimate, spread
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import TEACHER, Batch, Metrics
 

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from phalanx.algorithms._group import OF_ADVANTAGES
-from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
+from phalanx.algorithms._bases import OF_ADVANTAGES, TokenAlgorithm, TokenConfig
 from phalanx.config.fields import arg
 from phalanx.functional.preference import best_and_worst, pair_loss
 from phalanx.functional.tokens import TokenReplay, TokenTrace

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig, divergence
+from phalanx.algorithms._bases import TransitionAlgorithm, TransitionConfig, divergence
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import masked_ratio

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
+from phalanx.algorithms._bases import TransitionAlgorithm, TransitionConfig
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio

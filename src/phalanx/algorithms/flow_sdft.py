@@ -15,7 +15,7 @@ Deviations from the paper:
 from dataclasses import dataclass
 
 from phalanx.algorithms import opd
-from phalanx.algorithms._group import GroupAlgorithm
+from phalanx.algorithms._bases import GroupAlgorithm
 from phalanx.config.fields import arg
 from phalanx.types import TEACHER
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from phalanx.algorithms import flow_grpo
-from phalanx.algorithms._transitions import divergence
+from phalanx.algorithms._bases import divergence
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio

@@ -22,9 +22,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from phalanx.algorithms._bases import GroupAlgorithm, divergence, of_teachers, teachers_of
 from phalanx.algorithms._forward import mean_square
-from phalanx.algorithms._group import GroupAlgorithm, of_teachers, teachers_of
-from phalanx.algorithms._transitions import divergence
 from phalanx.config.fields import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import FlowBatch, FlowReplay

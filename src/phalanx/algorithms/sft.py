@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from phalanx.algorithms._bases import OF_ADVANTAGES
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
-from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.fields import arg
 from phalanx.functional.advantage import best_of_group
 from phalanx.functional.flow import FlowBatch

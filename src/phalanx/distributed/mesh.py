@@ -6,12 +6,13 @@ ranks would hang, and a group created elsewhere would not have the job's time li
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.config.messages import ConfigError, near_divisors
@@ -57,6 +58,8 @@ class World:
     which ranks are alive. If ranks have different roles, everything but the watch describes the ranks of one role, as
     if they were launched separately (`launch`), and `link` connects them to the other roles.
     context: under context parallelism, a second mesh of the same ranks; see phalanx.distributed.context_parallel.
+    context_size: number of neighbouring ranks that share the same samples. data_size: number of groups of ranks with
+    different samples. data_rank: index of this rank's group among them.
     """
 
     rank: int
@@ -68,21 +71,13 @@ class World:
     launch: Launch
     link: Link | None = None
     context: DeviceMesh | None = None
+    context_size: int = field(init=False)
+    data_rank: int = field(init=False)
+    data_size: int = field(init=False)
 
-    @property
-    def context_size(self) -> int:
-        """Number of neighbouring ranks that share the same samples."""
-        return 1 if self.context is None else self.context.shape[-1]
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's group among the groups with different samples."""
-        return self.rank // self.context_size
-
-    @property
-    def data_size(self) -> int:
-        """Number of groups of ranks with different samples."""
-        return self.size // self.context_size
+    def __post_init__(self) -> None:
+        width = 1 if self.context is None else self.context.shape[-1]
+        vars(self).update(context_size=width, data_rank=self.rank // width, data_size=self.size // width)
 
     @property
     def role(self) -> str:
@@ -132,6 +127,42 @@ def group_of(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> d
     )
     assert isinstance(group, dist.ProcessGroup)  # a rank outside the group would get an integer
     return group
+
+
+class Node:
+    """The `ranks` of this node, and this rank's `place` among them. All ranks of the world create one at the same
+    point, and all ranks of the node call its methods together.
+    """
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        launch = world.launch
+        size = launch.local_world_size
+        self.place = launch.rank % size  # not local_rank, which also counts the node's ranks of other roles
+        first = launch.rank - self.place
+        self.ranks = range(first, first + size)
+        self._group: dist.ProcessGroup | None = None  # None: the world's group, if there is only one node
+        if size in (1, launch.world_size):
+            return
+        if size == world.shard_size:
+            self._group = world.mesh.get_group("shard")
+        else:
+            self._group = group_of(self.ranks, timeout_s)
+
+    def all_gather(self, value: Tensor) -> Tensor:
+        """Stack CPU tensors of the same shape from all ranks of the node, in rank order."""
+        stacked = value.new_empty(len(self.ranks), *value.shape)
+        dist.all_gather(list(stacked), value.contiguous(), group=self._group)
+        return stacked
+
+    def exchange(self, parcels: list[bytes]) -> list[bytes]:
+        """Send parcels[i] to the node's rank i; returns the received parcels, in rank order."""
+        sizes = torch.tensor(list(map(len, parcels)))
+        received = self.all_gather(sizes)[:, self.place].tolist()
+        # torch.frombuffer does not accept an empty buffer
+        sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: int(sizes.sum())]
+        box = torch.empty(sum(received), dtype=torch.uint8)
+        dist.all_to_all_single(box, sent, received, sizes.tolist(), group=self._group)
+        return [part.numpy().tobytes() for part in box.split(received)]
 
 
 def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:

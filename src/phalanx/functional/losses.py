@@ -1,7 +1,13 @@
-"""Policy losses per sample and trained step, from likelihood ratios rho of Gaussian transitions.
+"""Policy losses from likelihood ratios rho: per token, and per sample and trained step of Gaussian transitions;
+and losses on the forward process, where the model regresses the velocity u = noise - x_0 of freshly noised images x_t =
+(1 - t) x_0 + t noise. All values are float32.
 
-Sources: PPO's clipped surrogate as in equation (5) of Flow-GRPO (arXiv 2505.05470); GRPO-Guard (arXiv 2510.22319);
-Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv 2508.04324).
+Sources: PPO's clipped surrogate (arXiv 1707.06347, equation 7; of transitions: equation (5) of Flow-GRPO, arXiv
+2505.05470), with DAPO's two clip ranges (arXiv 2503.14476, equation 10) and the dual clip for negative advantages
+(arXiv 1912.09729, equation 5); CISPO's clipped weight (arXiv 2506.13585, equations 4 and 5); SAPO's soft gate (arXiv
+2511.20347, equations 5 and 6); the three estimates of a KL divergence of J. Schulman
+(http://joschu.net/blog/kl-approx.html); GRPO-Guard (arXiv 2510.22319); Flow-DPPO (arXiv 2606.11025); the step weights
+of TempFlow-GRPO (arXiv 2508.04324).
 """
 
 import torch
@@ -9,6 +15,83 @@ from torch import Tensor
 
 from phalanx.functional.aggregation import ratio_metrics
 from phalanx.types import Metrics
+
+KL_TYPES = ("k1", "k2", "k3")
+KL_LOSS_TYPES = (*KL_TYPES, "k1+", "k3+")  # verl's names of the straight-through variants
+LARGEST = 20.0  # bound of |ln rho|, so that exp does not overflow
+
+
+def clipped_tokens(
+    log_ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Metrics]:
+    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), for A < 0 at most -A dual.
+
+    Args:
+        log_ratio: [B, A], ln rho.
+        advantage: [B] (for all tokens of a sample) or [B, A].
+
+    Returns:
+        The loss per token [B, A] float32, and metrics: those of `ratio_metrics`, clipfrac_higher and clipfrac_lower
+        (tokens above and below the range), and clipfrac (tokens whose gradient is clipped).
+    """
+    a = spread(advantage, log_ratio)
+    ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
+    plain, clipped = -a * ratio, -a * ratio.clamp(1 - low, 1 + high)
+    loss = torch.maximum(plain, clipped)
+    if dual is not None:
+        loss = torch.where(a < 0, torch.minimum(loss, -a * dual), loss)
+    clipped_ones = {"clipfrac": clipped > plain, "clipfrac_higher": ratio > 1 + high, "clipfrac_lower": ratio < 1 - low}
+    return loss, ratio_metrics(log_ratio) | clipped_ones
+
+
+def weighted_tokens(
+    log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, *, low: float | None, high: float
+) -> tuple[Tensor, Metrics]:
+    """-A w log p, with the detached weight w = clip(rho, 1 - low, 1 + high); low None: no lower bound.
+
+    Shapes and results as in `clipped_tokens`; clipfrac has the tokens whose weight is clipped.
+    """
+    ratio = torch.exp(log_ratio.detach().clamp(-LARGEST, LARGEST))
+    above, below = ratio > 1 + high, ratio < (0.0 if low is None else 1 - low)
+    weight = ratio.clamp(None if low is None else 1 - low, 1 + high)
+    clipped = {"clipfrac": above | below, "clipfrac_higher": above, "clipfrac_lower": below}
+    return -spread(advantage, log_ratio) * weight * log_prob, ratio_metrics(log_ratio) | clipped
+
+
+def gated_tokens(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float, tau_neg: float) -> tuple[Tensor, Metrics]:
+    """-A f(rho) with f(rho) = 4 / tau sigmoid(tau (rho - 1)), whose slope at rho = 1 is 1; tau is tau_pos for A > 0,
+    else tau_neg.
+
+    Shapes and results as in `clipped_tokens`, except that `gate`, the slope of f, replaces the clip fractions.
+    """
+    a = spread(advantage, log_ratio)
+    ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
+    tau = torch.where(a > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return -a * 4 / tau * gate, ratio_metrics(log_ratio) | {"gate": 4 * gate * (1 - gate)}
+
+
+def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
+    """An estimate of KL(policy, other) at each token that the policy sampled, from both log-probabilities [B, A].
+
+    With d = other - log_prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d. The values of k1 and k3 are unbiased, but
+    only k2 has the expected gradient of the KL: that of k1 is 0, and that of k3 is the forward KL's. k1+ and k3+
+    therefore have the value of k1 and k3 with the gradient of k2.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind in ("k1+", "k3+"):
+        slope = kl_estimate(log_prob, other, "k2")
+        return kl_estimate(log_prob, other, kind[:2]).detach() + (slope - slope.detach())
+    d = (other - log_prob).clamp(-LARGEST, LARGEST)
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return d**2 / 2
+    if kind == "k3":
+        return torch.expm1(d) - d
+    raise ValueError(f"kl_estimate: kind {kind!r} should be one of {', '.join(KL_LOSS_TYPES)}")
 
 
 def clipped_surrogate(
@@ -87,3 +170,47 @@ def spread(advantage: Tensor, values: Tensor) -> Tensor:
     """Advantages [B] or [B, ...] in float32, detached and shaped to broadcast over values [B, ...]."""
     a = advantage.detach().float()
     return a.reshape(*a.shape, *[1] * (values.dim() - a.dim()))
+
+
+SMALLEST_ERROR = 1e-5  # lower bound of the adaptive weight's denominator, as in DiffusionNFT's code
+
+
+def optimality(advantage: Tensor, limit: float) -> Tensor:
+    """The probability [...] that an image with advantage A [...] is a good one: clip(A, -limit, limit) / (2 limit) +
+    1/2, in 0..1 (DiffusionNFT, arXiv 2509.16117).
+    """
+    return (advantage.float().clamp(-limit, limit) / (2 * limit) + 0.5).clamp(0, 1)
+
+
+def negative_aware(
+    velocity: Tensor, old: Tensor, target: Tensor, levels: Tensor, good: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """DiffusionNFT's loss (arXiv 2509.16117, equation 5), in x_0-space, with adaptive weights.
+
+        v+ = beta v + (1 - beta) v_old,   v- = (1 + beta) v_old - beta v,   x0+- = x_t - t v+-
+        l+- = mean of (x0+- - x_0)^2 / max(mean |x0+- - x_0|, 1e-5), the denominator without a gradient
+        loss = (good l+ + (1 - good) l-) / beta
+
+    Args:
+        velocity: [B, W, ...], v of the policy; only this has a gradient.
+        old: [B, W, ...], v_old of the weights that sampled.
+        target: [B, W, ...], u.
+        levels: [B, W], t.
+        good: [B], see `optimality`.
+        beta: distance of the implicit policies v+ and v- from the old one; with 1, v+ is the policy itself.
+
+    Returns:
+        The loss [B, W], and its branches l+ and l- [B, W].
+    """
+    v, v_old, u = velocity.float(), old.detach().float(), target.float()
+    positive = _squared_in_x0(beta * v + (1 - beta) * v_old - u, levels)
+    negative = _squared_in_x0((1 + beta) * v_old - beta * v - u, levels)
+    r = good.float()[:, None]
+    return (r * positive + (1 - r) * negative) / beta, positive, negative
+
+
+def _squared_in_x0(error: Tensor, levels: Tensor) -> Tensor:
+    """[B, W] weighted squared errors of x_0 = x_t - t v, which are t times the errors [B, W, ...] of v."""
+    e = (levels.float()[..., None] * error.flatten(2)).abs()
+    weight = e.detach().mean(2).clamp(min=SMALLEST_ERROR)
+    return torch.square(e).mean(2) / weight

@@ -3,8 +3,6 @@
 They are views of memory-mapped files, so that a rank reads and casts only the parts that it keeps.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -49,27 +47,3 @@ def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     for name, p in module.named_parameters():
         if name.endswith(".weight"):
             p.data = p.data.to(dtype)
-
-
-@contextmanager
-def moved(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Within the block, frozen modules are on `device`; then they have their tensors back, and not copies of them.
-
-    What was a view of a mapped file still is one, whose memory the ranks of a node share: copies would take 16.6 GB of
-    each rank for Qwen-Image's text encoder.
-    """
-    weights, buffers = [], []
-    for part in [part for module in modules for part in module.modules()]:
-        weights += [(part, name, p, p.data) for name, p in part.named_parameters(recurse=False)]
-        buffers += [(part, name, buffer) for name, buffer in part.named_buffers(recurse=False)]
-    for module in modules:
-        module.to(device)
-    try:
-        yield
-    finally:
-        for part, name, p, data in weights:
-            p.data, part._parameters[name] = data, p
-        for part, name, buffer in buffers:
-            part._buffers[name] = buffer
-        for module in modules:
-            module.to("cpu")  # what the block has added

@@ -1,5 +1,7 @@
 """One call of a reward: its arguments, the checks of its result, one-line error messages, and the worker threads."""
 
+import functools
+import inspect
 import math
 import queue
 import threading
@@ -7,21 +9,60 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from phalanx.config.messages import cut, place, reason
-from phalanx.functional.rewards import LARGEST
-from phalanx.rewards.base import RewardError, RewardOutput
-from phalanx.rewards.registry import Term
+from phalanx.functional.advantage import LARGEST, Share
+from phalanx.rewards.base import MARK, HasGradient, RewardError, RewardOutput, objection_of
+from phalanx.rewards.judge import ParsedAnswers
 from phalanx.types import Outputs, Prompt, copied
 
 _SHOWN = 120  # maximum characters of a prompt in a message
 
 T = TypeVar("T")
 Rows = dict[str, Tensor]  # float32 [B] on the CPU, by name in the logs
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the reward: its name in the logs, the function with bound arguments, and its share in the sum."""
+
+    name: str
+    function: Callable[..., Any]  # a reward, a PolicyReward, or ParsedAnswers around a judge
+    share: Share
+    on_device: bool
+    takes: str = "images"  # one of TAKES
+    frames: int = 1  # frames per video that are scored as images
+    extras: tuple[str, ...] = ()  # names of its extras; see RewardWithExtras
+    per_sample: bool = False  # calls may be split, because each score depends only on its own sample
+    chats: bool = False  # prompts that are chats are passed as lists of messages
+
+    @property
+    def reward(self) -> object:
+        """The reward itself, where `function` stands around a judge."""
+        return self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
+
+    def objection(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        """Why samples of this row cannot be scored: see `objection_of`."""
+        return objection_of(self.reward, prompt, metadata)
+
+    @cached_property
+    def gradient(self) -> Callable[..., Tensor] | None:
+        """The function that computes differentiable scores; None if the reward has none."""
+        function = self.function
+        if isinstance(function, HasGradient):
+            return function.with_gradient
+        inner = function.func if isinstance(function, functools.partial) else None
+        return function if inspect.isfunction(inner) and vars(inner).get(MARK) else None
+
+    @cached_property
+    def rows(self) -> tuple[str, ...]:
+        """Names in the logs: the term's name, for the scores, then those of the extras."""
+        return self.name, *(f"{self.name}_{extra}" for extra in self.extras)
 
 
 class Task(Future[T]):

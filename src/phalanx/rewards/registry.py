@@ -5,20 +5,18 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from phalanx.config.arguments import check_arguments, signature_of
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.config.messages import ConfigError, nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
-from phalanx.functional.rewards import Share
-from phalanx.rewards.base import MARK, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, objection_of
+from phalanx.functional.advantage import Share
+from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
+from phalanx.rewards.call import Term
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, absent_argument, form_of, verl_arguments
 from phalanx.rewards.judge import Judge, PairJudge, ParsedAnswers, WinRates
 from phalanx.rewards.protocol import complaint
@@ -38,44 +36,6 @@ EITHER = "outputs"  # or this, for images or completions, whichever the job gene
 UNSPLIT = ("http",)  # built-in CPU rewards whose calls are not split, since they batch and parallelise themselves
 # Names of metrics that the trainer logs beside the terms, as reward/mean etc.
 RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean", "errors")
-
-
-@dataclass(frozen=True)
-class Term:
-    """One term of the reward: its name in the logs, the function with bound arguments, and its share in the sum."""
-
-    name: str
-    function: Callable[..., Any]  # a reward, a PolicyReward, or ParsedAnswers around a judge
-    share: Share
-    on_device: bool
-    takes: str = "images"  # one of TAKES
-    frames: int = 1  # frames per video that are scored as images
-    extras: tuple[str, ...] = ()  # names of its extras; see RewardWithExtras
-    per_sample: bool = False  # calls may be split, because each score depends only on its own sample
-    chats: bool = False  # prompts that are chats are passed as lists of messages
-
-    @property
-    def reward(self) -> object:
-        """The reward itself, where `function` stands around a judge."""
-        return self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
-
-    def objection(self, prompt: str, metadata: dict[str, Any]) -> str | None:
-        """Why samples of this row cannot be scored: see `objection_of`."""
-        return objection_of(self.reward, prompt, metadata)
-
-    @cached_property
-    def gradient(self) -> Callable[..., Tensor] | None:
-        """The function that computes differentiable scores; None if the reward has none."""
-        function = self.function
-        if isinstance(function, HasGradient):
-            return function.with_gradient
-        inner = function.func if isinstance(function, functools.partial) else None
-        return function if inspect.isfunction(inner) and vars(inner).get(MARK) else None
-
-    @cached_property
-    def rows(self) -> tuple[str, ...]:
-        """Names in the logs: the term's name, for the scores, then those of the extras."""
-        return self.name, *(f"{self.name}_{extra}" for extra in self.extras)
 
 
 def build_terms(

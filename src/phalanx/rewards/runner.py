@@ -23,13 +23,13 @@ from phalanx.config.messages import ConfigError, reason
 from phalanx.config.reward import RewardConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.passes import Passes
+from phalanx.functional.advantage import combine
 from phalanx.functional.frames import evenly_spaced
-from phalanx.functional.rewards import combine
 from phalanx.rewards.base import UNJUDGED, OfEnvironment, PolicyReward, RewardError, transcript
-from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
+from phalanx.rewards.call import Call, DaemonPool, Rows, Term, on_prompts
 from phalanx.rewards.judge import ParsedAnswers
 from phalanx.rewards.judge_pool import Answers, JudgePool
-from phalanx.rewards.registry import Term, build_terms, judged_frames
+from phalanx.rewards.registry import build_terms, judged_frames
 from phalanx.rewards.wrappers import scorer
 from phalanx.types import Outputs, Policy, Prompt, Samples, copied
 
@@ -277,7 +277,7 @@ class RewardSet:
         return combine(values, shares, step=step)
 
     def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
-        """The reward [B] from its terms [B], see phalanx.functional.rewards.combine; PolicyRewards may be missing."""
+        """The reward [B] from its terms [B], see phalanx.functional.advantage.combine; PolicyRewards may be missing."""
         shares = {term.name: term.share for term in self.terms if term in self._scored or term.name in terms}
         values = [terms[name] for name in shares]
         return combine(values, list(shares.values()), step=step, group_id=group_id) if values else torch.zeros(0)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.config.messages import place, reason
-from phalanx.functional.rewards import LARGEST
+from phalanx.functional.advantage import LARGEST
 from phalanx.rewards.base import ChecksRows, RewardError
-from phalanx.rewards.call import Call, Raised, Score, Scored, on_prompts, private, score
-from phalanx.rewards.registry import Term
+from phalanx.rewards.call import Call, Raised, Score, Scored, Term, on_prompts, private, score
 from phalanx.types import Outputs
 
 

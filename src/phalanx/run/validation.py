@@ -14,7 +14,7 @@ from phalanx.config.run import RunConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
-from phalanx.functional.rewards import check_range
+from phalanx.functional.advantage import check_range
 from phalanx.functional.statistics import in_unit_range, mean_interval
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.run.telemetry.curves import read_metrics

@@ -70,13 +70,15 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to phase `name`, even if the block raises."""
-        self._wait_device()
+        if self._sync:
+            _wait_device()
         outer, self.phase = self.phase, Phase(f"{self._before}{name}")
         start = time.perf_counter()
         try:
             with self._whole.range(self.phase.name):
                 yield
-                self._wait_device()
+                if self._sync:
+                    _wait_device()
         finally:
             end = time.perf_counter()
             self.add(name, end - start)
@@ -110,9 +112,9 @@ class Timers:
         self._seconds.clear()
         return row
 
-    def _wait_device(self) -> None:
-        if self._sync:
-            import torch
 
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+def _wait_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

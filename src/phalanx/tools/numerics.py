@@ -26,8 +26,8 @@ from phalanx.config.run import RLConfig
 from phalanx.config.tasks import CheckNumericsConfig
 from phalanx.distributed.collectives import all_gather, reduce_float, reduce_int
 from phalanx.distributed.mesh import World
+from phalanx.functional.correction import by_position, mismatch
 from phalanx.functional.flow import FlowTrace
-from phalanx.functional.mismatch import by_position, mismatch
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace
 from phalanx.rewards.client import RewardClient

@@ -34,7 +34,7 @@ from phalanx.config.secrets import hide
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.exit import Stopped
-from phalanx.functional.rewards import combine
+from phalanx.functional.advantage import combine
 from phalanx.rewards.call import Call, DaemonPool, Scored, Task
 from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
 from phalanx.rewards.registry import build_terms

@@ -17,7 +17,7 @@ from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, broadcast_object, from_first, gather_object
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
-from phalanx.functional.rewards import check_range
+from phalanx.functional.advantage import check_range
 from phalanx.media.pictures import encode_image
 from phalanx.media.videos import encode_video
 from phalanx.rewards.base import GivesAnswers

@@ -1,7 +1,8 @@
 """Collect samples with rewards on the ranks that sample: prompts, rollout, old log-probabilities and scores."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.distributed.collectives import all_gather, all_gather_rows
-from phalanx.functional.advantage import fill_missing, has_signal
-from phalanx.functional.rewards import check_range
+from phalanx.functional.advantage import check_range, fill_missing, has_signal
 from phalanx.rewards import RewardSet
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.step_metrics import reward_metrics
@@ -72,7 +72,9 @@ class Collector:
         """
         self.cfg, self.plan, self.policy = cfg, plan, policy
         self.rollout, self.rewards, self.prompts, self.timers = rollout, rewards, prompts, timers
-        self.weights, self.rescorer, self.chunks, self.tell = weights, rescorer, chunks, tell
+        self.rescorer, self.chunks, self.tell = rescorer, chunks, tell
+        # a context with the weights that sample for training
+        self.behaviour = nullcontext if weights is None else partial(policy.using, weights)
         rewards.tells = tell is not None
         self.group_id = torch.arange(plan.samples) // (group or cfg.rollout.n)  # [N], for the samples of all ranks
         self.total_steps = total_steps(cfg.trainer, prompts)
@@ -85,19 +87,16 @@ class Collector:
         with self.timers("encode"):
             end = self.total_steps * self.chunks if self.prompts.ahead else unit + 1
             self.rollout.prepare(self._chunk_prompts, unit, end)
-        with self.timers("rollout"), self._behaviour_weights(), self.rollout.awake():
+        with self.timers("rollout"), self.behaviour(), self.rollout.awake():
             self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
             samples = self.rollout.sample(self._chunk_prompts(unit), seed=seed, step=step, each=self.rewards.submit)
         if self.rewards.has_judges:
             self.rewards.ask()
-        return self._rescore_samples(samples)
+        return (samples, {}) if self.rescorer is None else self.rescorer(samples)
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
         """Return the samples, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for
-        samples to skip), and metrics.
-
-        Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) resamples groups whose rewards are all equal, with new
-        prompts or the same ones, until the rewards differ or the limit is reached. The returned samples include these.
+        samples to skip), and metrics. Samples that dynamic sampling has redrawn are included.
         """
         reward_set = self.rewards.reward_set
         if reward_set is None:
@@ -107,20 +106,46 @@ class Collector:
         with self.timers("reward"):  # only waits for the last scores: most were computed during sampling
             terms = self._gather_terms() | self._policy_terms(reward_set, samples)
         feedback = self._gather_feedback()
-        reward, redrawn, config = self._combine_terms(reward_set, terms, step, samples), 0, self.cfg.rollout
-        check_range(reward)
-        unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
+        reward, redrawn = self._combine_terms(reward_set, terms, step, samples), dict[str, float]()
+        limit = max(self.cfg.rollout.max_num_gen_batches, self.cfg.rollout.max_draws_per_prompt)
+        if limit > 1:
+            samples, reward, terms, redrawn = self._redraw_equal(samples, reward, terms, feedback, step, chunk, limit)
+        if self.tell is not None:
+            with self.timers("encode"):
+                samples = self.tell(samples, reward, feedback)
+        # rewards of single actions are part of the weighted sum, but not of normalised scores
+        if samples.action_reward is not None:
+            weight = 0.0 if self.cfg.reward.normalize != "none" else reward_set.turn_weight(step)
+            samples = replace(samples, action_reward=samples.action_reward * weight)
+        row = self.rollout.metrics(samples, reward) | self.rewards.metrics | redrawn
+        return samples, reward, row | self._reward_metrics(reward_set, reward, terms, step)
+
+    def _redraw_equal(
+        self,
+        samples: Samples,
+        reward: Tensor,
+        terms: dict[str, Tensor],
+        feedback: list[str],
+        step: int,
+        chunk: int,
+        limit: int,
+    ) -> tuple[Samples, Tensor, dict[str, Tensor], dict[str, float]]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): resample groups whose rewards [N] are all equal, with
+        new prompts or the same ones, until the rewards differ or there are `limit` draws. Returns the samples, the
+        rewards, their terms, and metrics; replaces the feedback in place.
+        """
+        reward_set, redrawn, unit = self.rewards.rewards, 0, step * self.chunks + chunk
         rows = self._chunk_rows(unit)
         for attempt in range(1, limit):
             stale = ~has_signal(fill_missing(reward, self.group_id), self.group_id)
             if not stale.any():
                 break
-            if config.max_num_gen_batches > 1:
+            if self.cfg.rollout.max_num_gen_batches > 1:
                 groups = self.group_id[stale].unique().tolist()
                 rows = self.prompts.renewed(rows, groups, unit * (limit - 1) + attempt - 1)
                 with self.timers("encode"):
                     samples = self.rollout.renew(samples, self._numbered_prompts(rows, unit))
-            with self.timers("rollout"), self._behaviour_weights(), self.rollout.awake():
+            with self.timers("rollout"), self.behaviour(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
             if self.rewards.has_judges:
                 self.rewards.ask()
@@ -133,34 +158,16 @@ class Collector:
             drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
             terms = drawn | self._policy_terms(reward_set, samples)
             reward = self._combine_terms(reward_set, terms, step, samples)
-            check_range(reward)
             redrawn += int(stale.sum())
-        if redrawn > 0:
-            samples, _ = self._rescore_samples(samples)
-        if self.tell is not None:
-            with self.timers("encode"):
-                samples = self.tell(samples, reward, feedback)
-        # rewards of single actions are part of the weighted sum, but not of normalised scores
-        if samples.action_reward is not None:
-            weight = 0.0 if self.cfg.reward.normalize != "none" else reward_set.turn_weight(step)
-            samples = replace(samples, action_reward=samples.action_reward * weight)
-        row = self.rollout.metrics(samples, reward) | self.rewards.metrics
-        if limit > 1:
-            row["rollout/resampled_ratio"] = redrawn / self.plan.samples
-        return samples, reward, row | self._reward_metrics(reward_set, reward, terms, step)
+        if redrawn > 0 and self.rescorer is not None:
+            samples, _ = self.rescorer(samples)
+        return samples, reward, terms, {"rollout/resampled_ratio": redrawn / self.plan.samples}
 
     def collect(self, step: int, chunk: int = 0) -> Collected:
         """Call `sample` and `reward`."""
         samples, drawn = self.sample(step, chunk)
         samples, reward, scores = self.reward(samples, step, chunk)
         return Collected(samples, reward, drawn | scores)
-
-    def _rescore_samples(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
-        return (samples, {}) if self.rescorer is None else self.rescorer(samples)
-
-    def _behaviour_weights(self) -> AbstractContextManager[None]:
-        """A context with the weights that sample for training."""
-        return nullcontext() if self.weights is None else self.policy.using(self.weights)
 
     def _chunk_rows(self, unit: int) -> list[int]:
         """The data rows of a chunk's prompts. unit: number of the chunk, counted from the first training step."""
@@ -207,8 +214,8 @@ class Collector:
         if samples.lost is not None:
             scored &= ~all_gather(samples.lost)
         if scored.all():
-            return reward_set.weighted(terms, step, group_id)
+            return check_range(reward_set.weighted(terms, step, group_id))
         reward = torch.full((self.plan.samples,), torch.nan)
         known = {name: values[scored] for name, values in terms.items()}
         reward[scored] = reward_set.weighted(known, step, None if group_id is None else group_id[scored])
-        return reward
+        return check_range(reward)

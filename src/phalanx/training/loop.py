@@ -78,7 +78,8 @@ def train_step(
             units = algorithm.units(fill_missing(reward, group_id), group_id)  # [U, samples per unit]
             # The B samples this rank trains: those it sampled or, if their costs differ, an equal share of the work.
             batch = updater.batches(samples, advantage, counted, units, log)
-            if batch.learns and algorithm.levels is None:  # outputs of the reference model and of teachers
+            if batch.learns and algorithm.references and algorithm.levels is None:
+                # outputs of the reference model and of teachers
                 batch.reference_outputs = updater.reference_outputs(batch)  # name of the weights -> [B, A, ...]
 
             # PPO and similar algorithms: one advantage per action instead of one per sample.

@@ -77,7 +77,9 @@ class StepLog:
 
     def metrics(self, planned: int) -> dict[str, float]:
         """Metrics of the step, reduced over all ranks. planned: number of optimizer steps without early stopping."""
-        return merged_rows(self.rows, self.scored) | update_metrics("actor", self.scalars, self.updates, planned)
+        [row, *more] = self.rows
+        row = merged_rows(self.rows, self.scored) if more else dict(zip(row, map(float, row.values()), strict=True))
+        return row | update_metrics("actor", self.scalars, self.updates, planned)
 
 
 class Updater:
@@ -122,6 +124,7 @@ class Updater:
         # sample i, numbered across all ranks, belongs to prompt i // n
         self.group_id = torch.arange(self.chunk_plan.samples) // (group or cfg.rollout.n)  # [N]
         self.planned_updates = plan.updates * plan.epochs
+        self.peak_flops = peak_flops(world.device, policy.trained.dtype)
         self._counts = torch.zeros(2, dtype=torch.int64)  # trained actions and samples of the optimizer step
 
     @property
@@ -318,12 +321,11 @@ class Updater:
         }
         if link is not None:
             row["idle/actor"] = self.timers.seconds("wait") / seconds
-        peak = peak_flops(self.world.device, self.policy.trained.dtype)
-        if peak is not None:
+        if self.peak_flops is not None:
             # each rank counts its own samples; the mean over ranks is the result
             local = [float(self.step_flops(samples, log.trained, recomputed=again)) for again in (False, True)]
             flops = reduce_sum(torch.tensor(local, dtype=torch.float64)) / self.world.data_size
-            used = flops / (seconds * ranks * peak)
+            used = flops / (seconds * ranks * self.peak_flops)
             # datasheets have no peak for CPUs: `peak_flops` measures a rate, and these are fractions of it
             measured = "cpu_" if self.world.device.type == "cpu" else ""
             row[f"perf/{measured}mfu"], row[f"perf/{measured}hfu"] = used.tolist()

@@ -14,23 +14,20 @@ from phalanx.config.flow import FlowDataConfig
 from phalanx.config.messages import reason
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.distributed.mesh import World
-from phalanx.distributed.node import Node
+from phalanx.distributed.mesh import Node, World
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.engines.loading import FOREIGN, needs_code
-from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler
-from phalanx.functional.noising import noise_levels
+from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler, noise_levels
 from phalanx.functional.sde import sde_step
 from phalanx.models.compiling import where_it_works
 from phalanx.models.flow.attention import set_backend
 from phalanx.models.flow.context import share_tokens
-from phalanx.models.flow.embeds import EmbedsCache
+from phalanx.models.flow.embeds import EmbedsCache, moved
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lora import start_from_lora
 from phalanx.models.meeting import seeds
 from phalanx.models.recompute import recompute
-from phalanx.models.stored import moved
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import step_flops
 from phalanx.types import Prompt, Samples
@@ -252,7 +249,7 @@ class FlowPolicy:
     def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Noised:
         """Draw noise for the final latents of `samples`, at `levels` noise levels each; `seeds` has one per sample.
 
-        distribution: "schedule", "uniform" or "logit_normal"; see phalanx.functional.noising.
+        distribution: "schedule", "uniform" or "logit_normal"; see phalanx.functional.flow.
         """
         trace: FlowTrace = samples.trace
         device, sampler = trace.clean.device, trace.sampler
