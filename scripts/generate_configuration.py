@@ -7,6 +7,7 @@ python scripts/generate_configuration.py
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any, get_type_hints
 
 from phalanx.config.choices import Choice
@@ -191,12 +192,28 @@ def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]
 
 
 def rule_table(rules: Iterable[Rule]) -> Iterator[str]:
-    yield "| keys | jobs | rule |"
+    yield "| keys | jobs | what a job that breaks the rule says |"
     yield "|---|---|---|"
     for rule in rules:
         keys = ", ".join(f"`{key}`" for key in rule.keys.split())
-        yield f"| {keys} | {JOBS[rule.schema]} | {rule.sentence} |"
+        yield f"| {keys} | {JOBS[rule.schema]} | {said(rule)} |"
     yield ""
+
+
+def said(rule: Rule) -> str:
+    """A rule's message with its keys as code, and … for values that depend on the job."""
+    text = f"`{rule.keys.split()[0]}: …`" if rule.message[0] in " ;:" else ""
+    for literal, field, spec, _ in Formatter().parse(rule.message):
+        text += literal
+        key = spec and spec.rstrip("=:")
+        if (
+            field is not None and field.startswith("c.") and key and key != "g"
+        ):  # the name of a key, with its value or not
+            value = "=…" if spec.endswith("=") else "" if spec == key else ": …"
+            text += f"`{field.removeprefix('c.')}.{key}{value}`"
+        elif field is not None:
+            text += "…"
+    return text
 
 
 def page(text: str) -> str:

@@ -105,7 +105,7 @@ def test_a_batch_per_rank(sd3_folder: Path, tmp_path: Path) -> None:
         (
             "4",
             "optim.name=muon",
-            "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks share here; set parallel.fsdp_size=1 or "
+            "optim.name: muon orthogonalizes whole matrices, which 4 ranks share here; set parallel.fsdp_size=1 or "
             "optim.name=adamw",
         ),
         (

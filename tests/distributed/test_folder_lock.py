@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.config.messages import cut
 from phalanx.run import folder_lock
-from phalanx.run.folder_lock import FolderLock
+from phalanx.run.folder_lock import FolderLock, unwritable
 from tests.helpers.jobs import fit, tiny_config
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -43,6 +44,37 @@ def test_the_second_job_ends_with_the_first_ones_name(other: Any, sd3_folder: Pa
         run_ranks(fit, 2, tiny_config(sd3_folder, tmp_path, "trainer.total_training_steps=1"))
     assert other.is_alive()
     assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "no" / "where")
+    for name, problem in (
+        ("file", "something else has this name"),
+        ("file/deep", "Not a directory"),
+        ("circle", "something else has this name"),
+        ("nowhere", "something else has this name"),
+        ("x" * 300, "File name too long"),
+    ):
+        folder = tmp_path / name
+        with pytest.raises(OSError) as error:
+            FolderLock(folder, lambda _: None, lambda: None)
+        said = f"trainer.output_dir: '{cut(str(folder))}' cannot be made or written: {problem}"
+        assert str(unwritable(folder, error.value)) == said
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", ".lock"])
+def test_what_stands_in_the_way_of_a_runs_files(sd3_folder: Path, tmp_path: Path, name: str) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    blocked = Path(cfg.trainer.output_dir) / name
+    blocked.parent.mkdir(parents=True)
+    if name == "checkpoints":
+        blocked.touch()
+    else:
+        blocked.mkdir()
+    with pytest.raises(RankError, match=f"trainer.output_dir: '{blocked}' cannot be made or written: "):
+        run_ranks(fit, 1, cfg)
 
 
 def test_a_dead_job_is_no_hindrance(other: Any, tmp_path: Path) -> None:

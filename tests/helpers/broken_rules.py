@@ -63,7 +63,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         (*OPD, "algorithm.teachers={a: x}", "algorithm.teacher_key=t"),
         "algorithm.teachers: takes the place",
     ),
-    (FlowRLConfig, (OPD[0], "algorithm.teachers={a: x}"), "algorithm.teacher_key: None; expected the column of the"),
+    (FlowRLConfig, (OPD[0], "algorithm.teachers={a: x}"), "algorithm.teacher_key: null; expected the column of the"),
     (FlowRLConfig, ("rollout.branching=true",), "rollout.branching: true takes the steps before the window once"),
     (
         FlowRLConfig,
@@ -187,12 +187,12 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (
         FlowRLConfig,
         ("rollout.engine=dataset", "rollout.max_num_gen_batches=2"),
-        "rollout.max_num_gen_batches: 2 needs rollout.engine=policy",
+        "rollout.max_num_gen_batches: 2 needs an engine that draws again, such as rollout.engine=policy",
     ),
     (
         FlowRLConfig,
         ("rollout.engine=dataset", "rollout.max_draws_per_prompt=2"),
-        "rollout.max_draws_per_prompt: 2 needs rollout.engine=policy",
+        "rollout.max_draws_per_prompt: 2 needs an engine that draws again, such as rollout.engine=policy",
     ),
     (
         FlowRLConfig,
@@ -351,7 +351,7 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
         "parallel.param_offload: true needs parallel.fsdp_size > 1",
     ),
     (FlowRLConfig, (SWEEP, LORA), NODE, "sweep: each rank holds the whole base, which its runs share; set parallel"),
-    (FlowRLConfig, ("optim.name=muon",), NODE, "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks"),
+    (FlowRLConfig, ("optim.name=muon",), NODE, "optim.name: muon orthogonalizes whole matrices, which 4 ranks"),
     (
         LMRLConfig,
         ("rollout.engine=vllm", "rollout.tensor_parallel_size=3"),
@@ -363,7 +363,7 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
         FlowRLConfig,
         ("trainer.resume=never",),
         Ranks(4, 4, 4, apart=False, restarts=True),
-        "trainer.resume: 'never' would begin from there again",
+        "trainer.resume: never would begin from there again",
     ),
 ]
 MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [

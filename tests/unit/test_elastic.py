@@ -58,7 +58,7 @@ def test_a_restart_must_resume(elastic: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as error:
         check_resume(launch)
     assert str(error.value) == (
-        "trainer.resume: 'never' would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range "
+        "trainer.resume: never would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range "
         "of NNODES); expected auto, with another trainer.output_dir"
     )
     check_resume(Launch.from_env(ENV))

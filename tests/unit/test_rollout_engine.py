@@ -237,7 +237,9 @@ def test_an_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch, own: str) 
 def test_what_an_engine_cannot_do(own: str) -> None:
     for key in ("max_num_gen_batches", "max_draws_per_prompt"):
         for engine in ("vllm_omni", "dataset", f"{own}:Copy"):
-            with refused(f"rollout.{key}: 3 needs rollout.engine=policy; set it to 1"):
+            with refused(
+                f"rollout.{key}: 3 needs an engine that draws again, such as rollout.engine=policy; set it to 1"
+            ):
                 check(FlowRLConfig(rollout=FlowRolloutConfig(engine=engine, **{key: 3})))
         check(FlowRLConfig(rollout=FlowRolloutConfig(engine=f"{own}:Flow", **{key: 3})))
     with pytest.raises(

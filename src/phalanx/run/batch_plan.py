@@ -1,15 +1,11 @@
 """Check that batch sizes divide, before anything is built; errors suggest values that would work."""
 
 import math
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from phalanx.config.files import kind
-from phalanx.config.messages import ConfigError, cut
-from phalanx.config.run import RLConfig, RunConfig
-from phalanx.run import rules
+from phalanx.config.messages import ConfigError
+from phalanx.config.run import RLConfig
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm
 
@@ -53,42 +49,6 @@ def plan(
         epochs=cfg.actor.ppo_epochs,
         forward=algorithm.levels is not None,
     )
-
-
-def check(cfg: RunConfig, algorithm: Algorithm | None = None) -> None:
-    """Raise ConfigError for combinations that cannot work with any number of ranks. `algorithm`: only for reinforcement
-    learning.
-    """
-    rules.check_start(cfg, algorithm)
-    _check_output_dir(cfg.trainer.output_dir)
-
-
-def _check_output_dir(output_dir: str) -> None:
-    """Raise ConfigError for a folder that cannot be created or written, before hours of work are lost."""
-    folder, key = Path(output_dir), f"trainer.output_dir: {cut(output_dir)!r} cannot be"
-    try:
-        kind(folder)
-        existing = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
-        form = kind(existing)
-    except OSError as error:
-        raise ConfigError(f"{key} a folder: {error.strerror}") from None
-    if form != "folder":
-        obstacle = "a file" if form == "file" else "a link to nothing"
-        raise ConfigError(f"{key} a folder: {existing} is {obstacle}")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} written: no permission in {existing}")
-    for name, expected in _CONTENTS.items():
-        try:
-            problem = None if kind(folder / name) in (expected, None) else f"not a {expected}"
-        except OSError as error:
-            problem = error.strerror
-        if problem is not None:
-            raise ConfigError(f"{key} written: {folder / name} is {problem}; move it away")
-
-
-# files and folders that a run creates
-_CONTENTS = dict.fromkeys((".lock", "running.json", "config.yaml", "metrics.jsonl", "report.html"), "file")
-_CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard", "ranks"), "folder")
 
 
 def keys_of(cfg: RLConfig) -> dict[str, str]:

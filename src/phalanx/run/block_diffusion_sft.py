@@ -23,7 +23,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_states import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
-from phalanx.run import batch_plan
+from phalanx.run import rules
 from phalanx.run.kind import sampling_parts
 from phalanx.run.lm_kind import Blocks
 from phalanx.run.roles import Roles
@@ -76,7 +76,7 @@ class Training(Blocks):
     adds_mask = True
 
     def check_config(self) -> None:
-        batch_plan.check(self.cfg)
+        rules.check_start(self.cfg)
 
     def plan(self, ranks: int) -> None:
         """None: a step's samples are those of Shares."""

@@ -19,7 +19,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
-from phalanx.run import batch_plan
+from phalanx.run import batch_plan, rules
 from phalanx.run.disaggregated.role_batches import of_role
 from phalanx.run.flow_components import (
     check_plan,
@@ -59,7 +59,7 @@ class Flow(PolicyKind):
 
     def check_config(self) -> None:
         algorithm = self.build_algorithm()
-        batch_plan.check(self.cfg, algorithm)
+        rules.check_start(self.cfg, algorithm)
         if algorithm.levels is None:
             stochastic_steps(self.cfg)
 

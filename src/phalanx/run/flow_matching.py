@@ -24,7 +24,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.rollout.flow.samplers import train_sampler
-from phalanx.run import batch_plan
+from phalanx.run import rules
 from phalanx.run.flow_kind import Flow
 from phalanx.run.kind import sampling_parts
 from phalanx.run.roles import Roles
@@ -48,7 +48,7 @@ class Training(Flow):
     together = 16
 
     def check_config(self) -> None:
-        batch_plan.check(self.cfg)
+        rules.check_start(self.cfg)
         model = self.cfg.model
         if image_columns(model):
             raise ConfigError(

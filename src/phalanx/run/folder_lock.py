@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.inside import append_inside
+from phalanx.config.messages import cut
 from phalanx.distributed.collectives import from_first
 from phalanx.distributed.mesh import World
 from phalanx.exit import say
@@ -45,11 +46,15 @@ def hold(folder: Path, world: World) -> None:
         except ValueError as error:
             raise ValueError(f"trainer.output_dir: {error}") from error
         except OSError as error:
-            raise ValueError(
-                f"trainer.output_dir: '{error.filename or folder}' cannot be made or written: {error.strerror or error}"
-            ) from error
+            raise unwritable(folder, error) from error
 
     from_first(take)
+
+
+def unwritable(folder: Path, error: OSError) -> ValueError:
+    """The user's mistake if something cannot be made or written in the folder of a run."""
+    reason = "something else has this name" if isinstance(error, FileExistsError) else error.strerror or error
+    return ValueError(f"trainer.output_dir: '{cut(str(error.filename or folder))}' cannot be made or written: {reason}")
 
 
 def release(folder: Path | None = None) -> None:

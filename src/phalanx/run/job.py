@@ -85,7 +85,7 @@ class Job:
         try:
             self._open_files()
         except OSError as error:  # for example a disk without free inodes
-            raise ValueError(f"trainer.output_dir: {error.filename or self.output_dir}: {error.strerror}") from error
+            raise folder_lock.unwritable(self.output_dir, error) from error
 
     def _open_files(self) -> None:
         """Prepare the output folder for the steps to come, and open the logs. Raises OSError."""
@@ -93,6 +93,8 @@ class Job:
         if first:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            if cfg.trainer.save_freq > 0:
+                self.checkpointer.root.mkdir(exist_ok=True)  # not found out when the first one is written
             save(_with_whole_path(cfg), self.output_dir / CONFIG_FILE)
             write_provenance(cfg, self.world, self.output_dir, self.progress.step)
             with suppress(OSError):  # a closed terminal

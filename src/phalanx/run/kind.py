@@ -24,7 +24,7 @@ from phalanx.models.meeting import here
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
-from phalanx.run import batch_plan
+from phalanx.run import batch_plan, rules
 from phalanx.run.disaggregated.role_batches import checked
 from phalanx.run.roles import Roles
 from phalanx.run.start import JobComponents, build_rewards, fitting_sets
@@ -92,7 +92,7 @@ class Kind:
 
     def check_config(self) -> None:
         """Raise ConfigError for combinations that cannot work with any number of ranks."""
-        batch_plan.check(self.cfg, self.build_algorithm())
+        rules.check_start(self.cfg, self.build_algorithm())
 
     def check_roles(self, roles: Roles, launch: Launch) -> Any:
         """The batch sizes of a step on the actor's ranks; ConfigError if those of any role do not divide."""

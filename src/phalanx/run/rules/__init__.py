@@ -55,7 +55,7 @@ def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, 
         if rule.schema in schemas:
             x = rule.broken(c, *given.values())
             if x:
-                yield rule, rule.message.format(c=c, x=x, **given)
+                yield rule, rule.text(c, x, **given)
     if "JointConfig" in schemas:
         for config in c.parts().values():
             yield from broken(rules, config, **given)

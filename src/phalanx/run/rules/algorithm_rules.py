@@ -4,18 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.run.rules.rollout_rules import redrawn
-from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule
+from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, key_and_value
 
 
-def _normalized(c: Any) -> tuple[str, str] | None:
-    """The key that normalizes rewards within groups, if it is set, and its value."""
-    return None if c.reward.normalize == "none" else ("reward.normalize", c.reward.normalize)
+def _comparing(c: Any) -> str | None:
+    """The key that compares the rewards of a prompt's samples, if one is set, and its value."""
+    key = "reward.normalize" if c.reward.normalize != "none" else redrawn(c)
+    return key and key_and_value(c, key).replace(": ", "=")
 
 
-def _term(c: Any, broken: Callable[[Any], bool]) -> tuple[int, Any] | None:
-    """The index of the first term of the reward that breaks a rule, and the term."""
+def _half_scheduled(c: Any) -> tuple[int, Any] | None:
+    """The index of the first term of the reward with a part of a schedule, and the term."""
     for i, term in enumerate(c.reward.functions):
-        if broken(term):
+        if (term.initial_weight is None) != (term.weight_steps == 0):
             return i, term
     return None
 
@@ -26,91 +27,70 @@ def _teachers(c: Any, broken: Callable[[Any], bool]) -> bool:
 
 
 RULES = (
-    Rule("rollout.n algorithm.name", LM_RL,
-         "An algorithm that compares the samples of a prompt needs at least two of them.",
-         lambda c: c.rollout.n == 1 and c.algorithm.needs_groups,
-         "{c.rollout:n}: 1 leaves {c.algorithm:name=} nothing to compare a sample with; set it to at least 2, or "
+    Rule("rollout.n algorithm.name", LM_RL, lambda c: c.rollout.n == 1 and c.algorithm.needs_groups,
+         " leaves {c.algorithm:name=} nothing to compare a sample with; set it to at least 2, or "
          "{c.algorithm:name}=ppo, which needs no groups"),
     Rule("rollout.n reward.normalize rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,
-         "Keys that compare the rewards of a prompt's samples need at least two of them.",
-         lambda c: c.rollout.n == 1 and (_normalized(c) or redrawn(c.rollout)),
-         "{c.rollout:n}: 1 leaves {x[0]}={x[1]} no group of samples to compare; set it to at least 2, or leave the "
-         "other key out"),
+         lambda c: _comparing(c) if c.rollout.n == 1 else None,
+         " leaves {x} no group of samples to compare; set it to at least 2, or leave the other key out"),
     Rule("trainer.critic_warmup trainer.total_training_steps", LM_RL,
-         "The steps that train only the critic do not exceed those of the run.",
          lambda c: 0 < (c.trainer.total_training_steps or 0) < c.trainer.critic_warmup,
-         "trainer.critic_warmup: {c.trainer.critic_warmup} is beyond trainer.total_training_steps="
-         "{c.trainer.total_training_steps}; expected fewer, so that the policy is trained too"),
-    Rule("reward.functions", RUN, "A term's initial weight and the number of steps of its change are given together.",
-         lambda c: _term(c, lambda t: (t.initial_weight is None) != (t.weight_steps == 0)),
+         " is beyond trainer.total_training_steps={c.trainer.total_training_steps}; expected fewer, so that the policy "
+         "is trained too"),
+    Rule("reward.functions", RUN, _half_scheduled,
          "reward.functions[{x[0]}].initial_weight: {x[1].initial_weight} with weight_steps {x[1].weight_steps} is only "
          "half of a schedule; set both, or leave both out"),
     Rule("rollout.max_num_gen_batches rollout.max_draws_per_prompt", RL,
-         "For groups of equal rewards, either new prompts are drawn or new samples, not both.",
          lambda c: min(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
-         "{c.rollout:max_num_gen_batches:} draws new prompts, and {c.rollout:max_draws_per_prompt:} the same ones "
-         "again; set one of the two to 1"),
-    Rule("algorithm.global_std reward.normalize", RL, "`reward.normalize=gdpo` divides by the std of all samples.",
+         " draws new prompts, and {c.rollout:max_draws_per_prompt:} the same ones again; set one of the two to 1"),
+    Rule("algorithm.global_std reward.normalize", RL,
          lambda c: c.reward.normalize == "gdpo" and vars(c.algorithm).get("global_std") is False,
-         "{c.algorithm:global_std}: false contradicts reward.normalize=gdpo, which divides by the std of all "
-         "samples; leave it out, or set reward.normalize=group"),
+         " contradicts reward.normalize=gdpo, which divides by the std of all samples; leave it out, or set "
+         "reward.normalize=group"),
     Rule("rollout.sde_type algorithm.name", FLOW_RL,
-         "The stochastic step is one for which the algorithm's loss is derived.",
          lambda c: c.rollout.sde_type not in c.algorithm.sde_types and " or ".join(c.algorithm.sde_types),
-         "{c.rollout:sde_type:} does not work with {c.algorithm:name=}; expected {x}"),
+         " does not work with {c.algorithm:name=}; expected {x}"),
     Rule("algorithm.timestep_weight algorithm.importance", FLOW_RL,
-         "Weights of single steps need a likelihood ratio per step.",
-         lambda c: (
-             vars(c.algorithm).get("importance") == "sequence"
-             and vars(c.algorithm).get("timestep_weight", "none") != "none"
-         ),
-         "{c.algorithm:timestep_weight:} weights a sample's steps differently, but {c.algorithm:importance}=sequence "
-         "treats them as one; set one of the two to its default"),
+         lambda c: {"importance": "sequence"}.items() <= vars(c.algorithm).items()
+         and vars(c.algorithm).get("timestep_weight", "none") != "none",
+         " weights a sample's steps differently, but {c.algorithm:importance}=sequence treats them as one; set one of "
+         "the two to its default"),
     Rule("algorithm.teacher_path algorithm.teachers", RL,
-         "An algorithm that learns from a teacher needs at least one.",
          lambda c: _teachers(c, lambda a: a.teacher_path is None and not a.teachers),
          "{c.algorithm:teacher_path} is not set; give {c.algorithm:teacher_path}=..., or several as "
          "{c.algorithm:teachers}"),
     Rule("algorithm.teachers algorithm.teacher_path algorithm.teacher_revision", RL,
-         "Several teachers take the place of a single teacher and its revision.",
          lambda c: _teachers(c, lambda a: a.teachers and (a.teacher_path or a.teacher_revision)),
          "{c.algorithm:teachers}: takes the place of {c.algorithm:teacher_path} and {c.algorithm:teacher_revision}; "
          "leave those out, or {c.algorithm:teachers}"),
     Rule("algorithm.teacher_key algorithm.teachers", RL,
-         "Several teachers need the column that names each row's teacher, and vice versa.",
          lambda c: _teachers(c, lambda a: bool(a.teachers) != (a.teacher_key is not None)),
-         "{c.algorithm:teacher_key:}; expected the column of the data that names each row's teacher, one of "
-         "{c.algorithm:teachers}; set both, or leave both out"),
+         "; expected the column of the data that names each row's teacher, one of {c.algorithm:teachers}; set both, or "
+         "leave both out"),
 )  # fmt: skip
 
 START_RULES = (
-    Rule("actor.loss_agg_mode algorithm.name", LM_RL, "The loss of pairs is a mean over pairs.",
+    Rule("actor.loss_agg_mode algorithm.name", LM_RL,
          lambda c, a: c.algorithm.name == "dpo" and c.actor.loss_agg_mode != "seq-mean-token-mean",
-         "{c.actor:loss_agg_mode:} would weigh pairs by their lengths with {c.algorithm:name=}; set it to "
-         "seq-mean-token-mean"),
-    Rule("algorithm.context_key model.block_size", LM_RL,
-         "A teacher with longer prompts needs an autoregressive model: blocks are counted from a prompt's first token, "
-         "so a response has other blocks behind another prompt.",
+         " would weigh pairs by their lengths with {c.algorithm:name=}; set it to seq-mean-token-mean"),
+    Rule("algorithm.name model.block_size", LM_RL,
          lambda c, a: "context_key" in vars(c.algorithm) and c.model.block_size is not None,
-         "{c.algorithm:name:} reads a response behind two prompts, which {c.model:block_size=} divides into different "
-         "blocks; expected an autoregressive model"),
-    Rule("algorithm.context environment.path", LM_RL, "Only an environment answers.",
+         " reads a response behind two prompts, which {c.model:block_size=} divides into different blocks; expected an "
+         "autoregressive model"),
+    Rule("algorithm.context environment.path", LM_RL,
          lambda c, a: vars(c.algorithm).get("context") == ["environment"] and not c.talks,
          "{c.algorithm:context}: [environment] is what an environment answers, but there is none; set "
          "environment.path or environment.tools"),
-    Rule("algorithm.context reward.functions", LM_RL, "Peers are chosen by rewards, which also say the feedback.",
+    Rule("algorithm.context reward.functions", LM_RL,
          lambda c, a: {"peer", "reward"} & {*vars(c.algorithm).get("context", ())} and not c.reward.functions,
          "{c.algorithm:context}: peers and feedback need rewards; set reward.functions, or leave these sources out"),
-    Rule("rollout.correction algorithm.name", LM_RL, "Corrections weigh responses that are trained one by one.",
+    Rule("rollout.correction algorithm.name", LM_RL,
          lambda c, a: a.samples_per_unit != 1 and c.rollout.correction not in ("rescore", "none"),
-         "{c.rollout:correction:} weighs single responses, but {c.algorithm:name=} trains several as one; set it to "
-         "rescore"),
-    Rule("reward.functions algorithm.name", RL, "An algorithm that learns from rewards needs a reward.",
-         lambda c, a: a.needs_reward and not c.reward.functions,
-         "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]"),
-    Rule("reward.functions algorithm.name", RL, "At least one term of the reward has a nonzero weight.",
-         lambda c, a: a.needs_reward and c.reward.functions and not any(
-             term.weight or term.initial_weight for term in c.reward.functions
-         ),
+         " weighs single responses, but {c.algorithm:name=} trains several as one; set it to rescore"),
+    Rule("reward.functions algorithm.name", RL, lambda c, a: a.needs_reward and not c.reward.functions,
+         " leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]"),
+    Rule("reward.functions algorithm.name", RL,
+         lambda c, a: a.needs_reward and c.reward.functions
+         and not any(term.weight or term.initial_weight for term in c.reward.functions),
          "reward.functions: all weights are 0, which leaves nothing to optimise; give at least one a weight"),
 )  # fmt: skip

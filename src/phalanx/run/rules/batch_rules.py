@@ -1,8 +1,9 @@
 """Rules for batch sizes, prompts and the run."""
 
+from dataclasses import fields
 from typing import Any
 
-from phalanx.run.rules.rule import BLOCK_DIFFUSION, FLOW_MATCHING, LM, LM_RL, RL, RUN, Rule, beside_per_gpu
+from phalanx.run.rules.rule import BLOCK_DIFFUSION, FLOW_MATCHING, LM, LM_RL, RL, RUN, Rule, value_of
 
 
 def _budget(c: Any) -> tuple[int, str, str] | None:
@@ -16,53 +17,49 @@ def _budget(c: Any) -> tuple[int, str, str] | None:
     return c.longest_row, keys, f" on each of {ranks} ranks" if ranks > 1 else ""
 
 
+def _given_twice(name: str, key: str, schema: str) -> Rule:
+    """The rule that a size of the section `name` is given for all ranks or per rank, not both."""
+
+    def broken(c: Any) -> Any:
+        section = value_of(c, name)
+        default = next(f.default for f in fields(section) if f.name == key)
+        return vars(section)[f"{key}_per_gpu"] is not None and vars(section)[key] != default and default
+
+    return Rule(f"{name}.{key}_per_gpu {name}.{key}", schema, broken,
+                f" conflicts with {{c.{name}:{key}:}}; set one of them: leave {{c.{name}:{key}}} at {{x}}, or set "
+                f"{{c.{name}:{key}_per_gpu}}=null")  # fmt: skip
+
+
 RULES = (
-    Rule("actor.ppo_mini_batch_size_per_gpu actor.ppo_mini_batch_size", RL,
-         "A mini-batch is given for all ranks or per rank, not both.",
-         lambda c: beside_per_gpu(c.actor, "ppo_mini_batch_size"),
-         "{c.actor:ppo_mini_batch_size_per_gpu}: {x[0]} conflicts with {c.actor:ppo_mini_batch_size}: {x[1]}; set "
-         "one of them: leave {c.actor:ppo_mini_batch_size} at {x[2]}, or set "
-         "{c.actor:ppo_mini_batch_size_per_gpu}=null"),
+    _given_twice("actor", "ppo_mini_batch_size", RL),
     Rule("actor.ppo_mini_batch_size_per_gpu data.train_batch_size_per_gpu", RL,
-         "A mini-batch per rank needs a batch per rank.",
          lambda c: c.actor.ppo_mini_batch_size_per_gpu is not None and c.data.train_batch_size_per_gpu is None,
-         "{c.actor:ppo_mini_batch_size_per_gpu:} grows with the ranks, but data.train_batch_size does not; set "
-         "data.train_batch_size_per_gpu, or {c.actor:ppo_mini_batch_size}"),
-    Rule("data.train_batch_size_per_gpu data.train_batch_size", RUN,
-         "A batch is given for all ranks or per rank, not both.",
-         lambda c: beside_per_gpu(c.data, "train_batch_size"),
-         "data.train_batch_size_per_gpu: {x[0]} conflicts with data.train_batch_size: {x[1]}; set one of them: leave "
-         "data.train_batch_size at {x[2]}, or set data.train_batch_size_per_gpu=null"),
+         " grows with the ranks, but data.train_batch_size does not; set data.train_batch_size_per_gpu, or "
+         "{c.actor:ppo_mini_batch_size}"),
+    _given_twice("data", "train_batch_size", RUN),
     Rule("actor.ppo_max_token_len_per_gpu actor.use_dynamic_bsz data.max_prompt_length data.max_response_length", LM_RL,
-         "With `actor.use_dynamic_bsz`, a pass has room for the longest sample: the longest prompt and response, and "
-         "for block diffusion all states of the response.",
          _budget,
-         "{c.actor:ppo_max_token_len_per_gpu:} tokens{x[2]} are too few for a sample, which may have {x[0]} "
-         "(data.max_prompt_length, data.max_response_length{x[1]})"),
-    Rule("data.min_pixels data.max_pixels", LM, "The lower bound of an image's pixels does not exceed the upper one.",
+         " tokens{x[2]} are too few for a sample, which may have {x[0]} (data.max_prompt_length, "
+         "data.max_response_length{x[1]})"),
+    Rule("data.min_pixels data.max_pixels", LM,
          lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
-         "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),
-    Rule("trainer.profile_steps trainer.total_training_steps", RUN, "Profiled steps lie within the run.",
+         " is more than data.max_pixels={c.data.max_pixels}"),
+    Rule("trainer.profile_steps trainer.total_training_steps", RUN,
          lambda c: c.trainer.total_training_steps is not None
          and max(c.trainer.profile_steps, default=0) > c.trainer.total_training_steps,
-         "trainer.profile_steps: {c.trainer.profile_steps} goes beyond "
-         "trainer.total_training_steps={c.trainer.total_training_steps}; expected steps of the run"),
+         " goes beyond trainer.total_training_steps={c.trainer.total_training_steps}; expected steps of the run"),
 )  # fmt: skip
 
+_WITHOUT_DATA = {
+    RL: " names no prompts; give at least one .txt, .jsonl, .csv, .parquet or dataset folder",
+    FLOW_MATCHING: " names no images; give a .jsonl file or a Hugging Face dataset folder",
+    BLOCK_DIFFUSION: " names no samples; give a .jsonl or .parquet file of chats",
+}
 START_RULES = (
-    Rule("data.train_files", RL, "Reinforcement learning needs prompts.",
-         lambda c, a: not c.data.train_files,
-         "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .csv, .parquet or dataset folder"),
-    Rule("data.train_files", FLOW_MATCHING, "Flow matching needs images.",
-         lambda c, a: not c.data.train_files,
-         "data.train_files: [] names no images; give a .jsonl file or a Hugging Face dataset folder"),
-    Rule("data.train_files", BLOCK_DIFFUSION, "Supervised block diffusion needs samples.",
-         lambda c, a: not c.data.train_files,
-         "data.train_files: [] names no samples; give a .jsonl or .parquet file of chats"),
-    Rule("trainer.total_training_steps trainer.total_epochs", RUN, "A run has a number of steps or of epochs.",
+    *(Rule("data.train_files", job, lambda c, a: not c.data.train_files, text) for job, text in _WITHOUT_DATA.items()),
+    Rule("trainer.total_training_steps trainer.total_epochs", RUN,
          lambda c, a: c.trainer.total_training_steps is None and c.trainer.total_epochs is None,
-         "trainer.total_training_steps: null needs trainer.total_epochs; set one of them"),
-    Rule("trainer.test_freq data.val_files", RUN, "Validations need held-out prompts.",
-         lambda c, a: c.trainer.test_freq > 0 and not c.data.val_files,
-         "trainer.test_freq: {c.trainer.test_freq} needs data.val_files; give some, or -1"),
+         " needs trainer.total_epochs; set one of them"),
+    Rule("trainer.test_freq data.val_files", RUN, lambda c, a: c.trainer.test_freq > 0 and not c.data.val_files,
+         " needs data.val_files; give some, or -1"),
 )  # fmt: skip

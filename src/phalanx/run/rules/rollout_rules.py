@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engine_facts import EngineFacts
-from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, LM, LM_RL, RL, RUN, Rule
+from phalanx.run.rules.rule import CONTEXT, FLOW, FLOW_MATCHING, FLOW_RL, LM, LM_RL, RL, RUN, Rule
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
@@ -14,45 +14,24 @@ def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
     return f"{rollout:engine}={' or '.join(names)}"
 
 
-def redrawn(rollout: Any) -> tuple[str, int] | None:
-    """The first key that makes samples of groups with equal rewards be drawn again, and its value."""
+def redrawn(c: Any) -> str | None:
+    """The first key that makes samples of groups with equal rewards be drawn again."""
     for key in ("max_num_gen_batches", "max_draws_per_prompt"):
-        if vars(rollout)[key] > 1:
-            return f"{rollout:{key}}", vars(rollout)[key]
+        if vars(c.rollout)[key] > 1:
+            return f"rollout.{key}"
     return None
 
 
-def _no_redraws(c: Any) -> tuple[str, int, str] | None:
-    """The key that makes samples be drawn again, its value, and the engines that can, if this one cannot."""
-    key = None if c.rollout.facts.redraws else redrawn(c.rollout)
-    return key and (*key, _able(c.rollout, lambda facts: facts.redraws))
-
-
-def _no_videos(c: Any) -> str | None:
-    """The engines that can sample videos, if that is asked for and this one cannot."""
-    if c.rollout.num_frames == 1 or c.rollout.facts.videos:
-        return None
-    return _able(c.rollout, lambda facts: facts.videos)
-
-
-def truncated(c: Any) -> tuple[str, Any] | None:
-    """The first key that truncates the distributions from which training samples are drawn, and its value."""
-    r = c.rollout
-    keys = {"top_k": r.top_k > 0, "top_p": r.top_p < 1, "min_p": r.min_p > 0}
-    return next(((f"{r:{key}}", vars(r)[key]) for key, on in keys.items() if on), None)
+def truncated(c: Any) -> str | None:
+    """The first key that truncates the distributions from which training samples are drawn."""
+    keys = {"rollout.top_k": c.rollout.top_k > 0, "rollout.top_p": c.rollout.top_p < 1}
+    return next((key for key, on in (keys | {"rollout.min_p": c.rollout.min_p > 0}).items() if on), None)
 
 
 def _no_log_probs(c: Any) -> bool:
     """Whether samples with other log-probs than the policy's are used without recomputing their log-probs."""
     r = c.rollout
     return r.correction == "none" and (not r.facts.exact or bool(r.partial_rollout))
-
-
-def _not_partial(c: Any) -> str | None:
-    """The first setting that does not work with partial rollouts, if these are enabled."""
-    r = c.rollout
-    broken = {"an environment": c.environment.used, "placement": bool(c.placement)}
-    return next((setting for setting, true in broken.items() if r.partial_rollout and true), None)
 
 
 def _needless_correction(c: Any) -> str | None:
@@ -91,7 +70,7 @@ def _not_differentiated(c: Any, a: Any) -> tuple[str, Any, str] | None:
         ("rollout.solver", r.solver, r.solver == "euler", "set it to euler"),
         ("reward.normalize", c.reward.normalize, c.reward.normalize == "none", "set it to none"),
         ("placement", ", ".join(map(str, c.placement)), not c.placement, "leave it out"),
-        ("parallel.ulysses_sequence_parallel_size", ranks, ranks == 1, "set it to 1"),
+        (CONTEXT, ranks, ranks == 1, "set it to 1"),
     )
     return next(((key, value, what) for key, value, fits, what in broken if a.last_steps and not fits), None)
 
@@ -105,127 +84,91 @@ def _last_step(c: Any, a: Any) -> int | None:
 
 
 RULES = (
-    Rule("rollout.correction rollout.engine", RUN,
-         "Log-probs are corrected only if they come from an engine other than the policy, or from older weights.",
-         _needless_correction,
-         "{c.rollout:correction:} has nothing to correct with {c.rollout:engine=}; {x}"),
+    Rule("rollout.correction rollout.engine", RUN, _needless_correction,
+         " has nothing to correct with {c.rollout:engine=}; {x}"),
     Rule("rollout.max_num_gen_batches rollout.max_draws_per_prompt rollout.engine", RUN,
-         "New prompts or samples for groups of equal rewards need an engine that can draw again.",
-         _no_redraws,
-         "{x[0]}: {x[1]} needs {x[2]}; set it to 1"),
-    Rule("rollout.num_frames rollout.engine", FLOW, "Videos need an engine that samples them.",
-         _no_videos,
-         "{c.rollout:num_frames:} needs {x}; {c.rollout.engine} samples images, not videos"),
-    Rule("rollout.num_frames", FLOW_MATCHING, "Supervised flow matching trains on images.",
-         lambda c: c.rollout.num_frames > 1,
-         "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
+         lambda c: None if c.rollout.facts.redraws else redrawn(c),
+         " needs an engine that draws again, such as {c.rollout:engine}=policy; set it to 1"),
+    Rule("rollout.num_frames rollout.engine", FLOW,
+         lambda c: c.rollout.num_frames > 1 and not c.rollout.facts.videos
+         and _able(c.rollout, lambda facts: facts.videos),
+         " needs {x}; {c.rollout.engine} samples images, not videos"),
+    Rule("rollout.num_frames", FLOW_MATCHING, lambda c: c.rollout.num_frames > 1,
+         ": flow matching trains on images; set it to 1"),
     Rule("rollout.top_k rollout.top_p rollout.min_p rollout.correction", LM,
-         "Truncated distributions need the policy's own log-probs, which determine the tokens that are kept.",
          lambda c: truncated(c) if _no_log_probs(c) else None,
-         "{x[0]}: {x[1]} needs the policy's own log-probs, which determine the tokens that are kept, but "
+         " needs the policy's own log-probs, which determine the tokens that are kept, but "
          "{c.rollout:correction}=none does not compute them; set it to rescore"),
     Rule("rollout.partial_rollout environment.path environment.tools environment.tool_config_path model.block_size "
          "placement", LM_RL,
-         "Partial rollouts need single-turn autoregressive responses (an environment's state is in no checkpoint), and "
-         "ranks that both sample and train.",
-         _not_partial,
+         lambda c: c.rollout.partial_rollout
+         and ("an environment" if c.environment.used else "placement" if c.placement else None),
          "{c.rollout:partial_rollout}: true does not work with {x}; leave out one of them"),
     Rule("rollout.partial_rollout.tokens data.max_response_length", LM_RL,
-         "The longest response is a whole number of rounds of partial rollouts.",
          lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout.tokens,
-         "{c.rollout:partial_rollout}.tokens: {c.rollout.partial_rollout.tokens} does not divide "
-         "data.max_response_length={c.data.max_response_length}"),
+         " does not divide data.max_response_length={c.data.max_response_length}"),
     Rule("parallel.rollout_unsharded rollout.engine", LM,
-         "If a language model samples in the policy's modules, its weights are gathered for the whole rollout.",
          lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",
-         "parallel.rollout_unsharded: false would gather weights for each token, but ranks decode different numbers of "
-         "tokens; set it to true"),
-    Rule("rollout.sleep reward.model.sleep rollout.engine reward.model.engine", LM_RL,
-         "If the rollout and the reward model both run in vLLM, only one of them may sleep, a limit of vLLM.",
-         _two_sleep,
-         "reward.model.sleep: true does not work with {c.rollout:sleep}=true, because vLLM lets only one engine per "
-         "process sleep; set one of the two to false, or reward.model.engine=transformers"),
+         " would gather weights for each token, but ranks decode different numbers of tokens; set it to true"),
+    Rule("reward.model.sleep rollout.sleep rollout.engine reward.model.engine", LM_RL, _two_sleep,
+         " does not work with {c.rollout:sleep}=true, because vLLM lets only one engine per process sleep; set one of "
+         "the two to false, or reward.model.engine=transformers"),
     Rule("rollout.schedule rollout.max_staleness", RL,
-         "One step off-policy needs samples that may be one step older than the weights.",
          lambda c: c.rollout.schedule == "one_step_off" and c.rollout.max_staleness == 0,
-         "{c.rollout:schedule}: one_step_off trains on samples that are one step old; set {c.rollout:max_staleness} "
-         "to 1"),
+         " trains on samples that are one step old; set {c.rollout:max_staleness} to 1"),
     Rule("rollout.schedule actor.ppo_epochs algorithm.name", RL,
-         "A pipelined schedule trains each sample once, without a critic.",
          lambda c: c.rollout.schedule == "pipelined" and (c.actor.ppo_epochs > 1 or c.algorithm.needs_critic),
-         "{c.rollout:schedule}: pipelined trains on each sample once, when it arrives; set {c.actor:ppo_epochs} to "
-         "1, and use no critic"),
+         " trains on each sample once, when it arrives; set {c.actor:ppo_epochs} to 1, and use no critic"),
     Rule("rollout.schedule actor.loss_agg_mode actor.loss_scale_factor", RL,
-         "With a pipelined schedule, `seq-mean-token-sum-norm` needs its constant.",
-         lambda c: (
-             c.rollout.schedule == "pipelined"
-             and c.actor.loss_agg_mode == "seq-mean-token-sum-norm"
-             and c.actor.loss_scale_factor is None
-         ),
-         "{c.rollout:schedule}: pipelined trains before the longest sample of a step is known; set "
-         "{c.actor:loss_scale_factor}"),
+         lambda c: c.rollout.schedule == "pipelined"
+         and c.actor.loss_agg_mode == "seq-mean-token-sum-norm"
+         and c.actor.loss_scale_factor is None,
+         " trains before the longest sample of a step is known; set {c.actor:loss_scale_factor}"),
     Rule("rollout.branching rollout.init_same_noise", FLOW_RL,
-         "Images that branch in the window start from the same noise.",
          lambda c: c.rollout.branching and not c.rollout.init_same_noise,
-         "{c.rollout:branching}: true takes the steps before the window once; set {c.rollout:init_same_noise}=true"),
+         " takes the steps before the window once; set {c.rollout:init_same_noise}=true"),
     Rule("rollout.branching rollout.max_num_gen_batches rollout.max_draws_per_prompt", FLOW_RL,
-         "Images that branch in the window are drawn together with all others of their prompt.",
-         lambda c: c.rollout.branching and max(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
+         lambda c: c.rollout.branching and redrawn(c),
          "{c.rollout:branching}: true draws all images of a prompt together; set {c.rollout:max_num_gen_batches} and "
          "{c.rollout:max_draws_per_prompt} to 1"),
 )  # fmt: skip
 
 START_RULES = (
-    Rule("rollout.n rollout.engine data.rejected_key", LM_RL, "A pair of the data is two responses.",
+    Rule("rollout.n rollout.engine data.rejected_key", LM_RL,
          lambda c, a: c.rollout.facts.weights == "none" and c.rollout.n != 2 and c.data.rejected_key is not None,
-         "{c.rollout:n:}; expected 2 with {c.rollout:engine=} and data.rejected_key: the preferred and the other "
-         "response"),
+         "; expected 2 with {c.rollout:engine=} and data.rejected_key: the preferred and the other response"),
     Rule("rollout.schedule algorithm.name algorithm.global_std reward.normalize", RL,
-         "A pipelined schedule needs an algorithm whose advantages depend only on the samples of one prompt.",
          lambda c, a: c.rollout.schedule == "pipelined" and _trains_on_whole_steps(c, a),
-         "{c.rollout:schedule}: pipelined: {c.algorithm.name} needs all samples of a step before it trains on the "
-         "first one (as with global_std); expected an algorithm such as grpo with {c.algorithm:global_std}=false"),
+         ": {c.algorithm.name} needs all samples of a step before it trains on the first one (as with global_std); "
+         "expected an algorithm such as grpo with {c.algorithm:global_std}=false"),
     Rule("placement rollout.engine algorithm.name", RL,
-         "Ranks for inference need log-probs to recompute: those of another engine, for an algorithm that uses them.",
          lambda c, a: "inference" in str(list(c.placement)) and (c.rollout.facts.exact or a.levels is not None),
          "placement.inference: there are no log-probs to recompute; give its ranks to the rollout"),
-    Rule("rollout.engine algorithm.name", FLOW_RL, "Images of the data need an algorithm that trains on images.",
-         lambda c, a: a.levels is None and c.rollout.facts.columns,
-         "{c.rollout:engine:} takes images from the data, but {c.algorithm:name=} trains on sampled denoising steps; "
-         "use one that trains on images, such as diffusion_dpo"),
-    Rule("rollout.n rollout.engine", FLOW_RL, "If images come from the data, their number per prompt is fixed.",
-         _other_number_of_images,
-         "{c.rollout:n:}; expected {x[0]} with {c.rollout:engine=}: the {x[1]} one"),
+    Rule("rollout.engine algorithm.name", FLOW_RL, lambda c, a: a.levels is None and c.rollout.facts.columns,
+         " takes images from the data, but {c.algorithm:name=} trains on sampled denoising steps; use one that trains "
+         "on images, such as diffusion_dpo"),
+    Rule("rollout.n rollout.engine", FLOW_RL, _other_number_of_images,
+         "; expected {x[0]} with {c.rollout:engine=}: the {x[1]} one"),
     Rule("rollout.noise_level algorithm.name", FLOW_RL,
-         "An algorithm that trains denoising steps needs noise, without which a step has no probability.",
          lambda c, a: a.levels is None and c.rollout.noise_level == 0,
-         "{c.rollout:noise_level}: 0.0; expected more than 0"),
-    Rule("rollout.sde_window_range rollout.sde_type", FLOW_RL, "The window leaves out the last step under cps.",
-         _last_step,
-         "{c.rollout:sde_window_range:} contains the last step, which has no log-probability under cps; expected an "
-         "end of at most {x}"),
-    Rule("rollout.correction algorithm.name", FLOW_RL, "Distillation has no policy gradient that could be weighted.",
+         "; expected more than 0, since {c.algorithm:name=} trains denoising steps, which have no probability without "
+         "noise"),
+    Rule("rollout.sde_window_range rollout.sde_type", FLOW_RL, _last_step,
+         " contains the last step, which has no log-probability under cps; expected an end of at most {x}"),
+    Rule("rollout.correction algorithm.name", FLOW_RL,
          lambda c, a: c.algorithm.name in ("opd", "flow_sdft") and c.rollout.correction not in ("rescore", "none"),
-         "{c.rollout:correction:} weights a policy gradient, which {c.algorithm:name=} does not have; set it to "
-         "rescore or none"),
+         " weights a policy gradient, which {c.algorithm:name=} does not have; set it to rescore or none"),
     Rule("rollout.engine rollout.noise_level rollout.solver reward.normalize placement "
-         "parallel.ulysses_sequence_parallel_size algorithm.name", FLOW_RL,
-         "A reward is differentiated through Euler steps without noise, taken by the policy on ranks that both sample "
-         "and train, each with whole images, and through the plain sum of the terms.",
-         _not_differentiated,
+         f"{CONTEXT} algorithm.name", FLOW_RL, _not_differentiated,
          "{x[0]}: {x[1]} does not work with {c.algorithm:name=}, which differentiates the reward; {x[2]}"),
     Rule("algorithm.last_steps rollout.num_inference_steps", FLOW_RL,
-         "The last steps, through which a reward is differentiated, are among the sampled steps.",
          lambda c, a: a.last_steps > c.rollout.num_inference_steps,
          "{c.algorithm:last_steps}: {a.last_steps} is more than {c.rollout:num_inference_steps=}; lower it"),
     Rule("rollout.solver rollout.noise_level algorithm.name", FLOW_RL,
-         "A solver of higher order needs steps without noise.",
          lambda c, a: a.levels is not None and c.rollout.noise_level > 0 and c.rollout.solver != "euler",
-         "{c.rollout:solver:} takes steps without noise, but with {c.algorithm.name} all steps have "
+         " takes steps without noise, but with {c.algorithm.name} all steps have "
          "{c.rollout:noise_level}={c.rollout.noise_level:g}; set that to 0, or {c.rollout:solver}=euler"),
     Rule("rollout.init_same_noise rollout.noise_level algorithm.name", FLOW_RL,
-         "Images that start from the same noise need further noise in their steps.",
          lambda c, a: a.levels is not None and c.rollout.noise_level == 0 and c.rollout.init_same_noise,
-         "{c.rollout:init_same_noise}: true makes all images of a prompt equal, because {c.algorithm.name} samples "
-         "without noise; set it to false"),
+         " makes all images of a prompt equal, because {c.algorithm.name} samples without noise; set it to false"),
 )  # fmt: skip

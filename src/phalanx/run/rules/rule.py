@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 from phalanx.config.choices import Choice
@@ -14,6 +15,7 @@ LM, LM_RL, BLOCK_DIFFUSION = "LMRunConfig", "LMRLConfig", "BlockDiffusionTaskCon
 JOINT = "JointConfig"
 SAMPLE, GENERATE, PREPARE_DATA = "SampleConfig", "GenerateConfig", "PrepareDataConfig"
 EVALUATE = "EvaluateConfig"
+CONTEXT = "parallel.ulysses_sequence_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,24 @@ class Rule:
 
     keys: the keys that the rule concerns, separated by spaces; the message names one of them.
     schema: name of the schema to which it applies.
-    sentence: the rule in words, for the documentation.
     broken: function of the configuration `c` and the table's further argument. The rule is broken if its result `x` is
         true.
     message: text of the error, a format string of c, x and the further argument: `a`, the algorithm, `w`, the ranks, or
-        `m`, the settings of the model.
+        `m`, the settings of the model. One that begins with a blank or a sign goes on behind the first key and its
+        value, as in `rollout.n: 1`, or behind those of the key that x names.
     """
 
     keys: str
     schema: str
-    sentence: str
     broken: Callable[..., Any]
     message: str
+
+    def text(self, c: Any, x: Any, **given: Any) -> str:
+        """The message about a configuration that breaks the rule."""
+        text, keys = self.message.format(c=c, x=x, **given), self.keys.split()
+        if text[0] not in " ;:":
+            return text
+        return key_and_value(c, x if isinstance(x, str) and x in keys else keys[0]) + text
 
 
 @dataclass(frozen=True)
@@ -51,17 +59,20 @@ class Ranks:
     restarts: bool
 
 
-def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
-    """If both `<key>_per_gpu` and `key` are set: their values and the default of `key`. Otherwise None."""
-    value, per_gpu = vars(section)[key], vars(section)[f"{key}_per_gpu"]
-    default = next(f.default for f in fields(section) if f.name == key)
-    return (per_gpu, value, default) if per_gpu is not None and value != default else None
+def value_of(c: Any, key: str) -> Any:
+    """The value of a dotted key, or the section that it names."""
+    return reduce(lambda section, name: vars(section)[name], key.split("."), c)
 
 
-def near_multiples(number: int, unit: int) -> tuple[int, int]:
-    """The multiples of `unit` next below and above a number; the lower one is at least `unit`."""
-    below = max(number // unit, 1) * unit
-    return below, below + unit
+def key_and_value(c: Any, key: str) -> str:
+    """A dotted key with its value as in a file, such as `rollout.n: 1`; in a joint run the key of its policy."""
+    above, _, leaf = key.rpartition(".")
+    section = value_of(c, above) if above else c
+    return f"{f'{section:{leaf}}' if isinstance(section, Section) else key}: {_in_a_file(vars(section)[leaf])}"
+
+
+def _in_a_file(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def without_choice(c: Any, **given: Any) -> Iterator[str]:
@@ -73,8 +84,7 @@ def without_choice(c: Any, **given: Any) -> Iterator[str]:
         for choice in choices:
             applies = choice.schema in schemas and choice.fact is bool(given)
             if applies and not choice.made(c, key.rpartition(".")[2], *given.values()):
-                shown = str(value).lower() if isinstance(value, bool) else value
-                yield f"{key}: {shown} {choice.message.format(c=c)}"
+                yield f"{key}: {_in_a_file(value)} {choice.message.format(c=c)}"
 
 
 def _keys(section: Any, name: str, above: tuple[Choice, ...]) -> Iterator[tuple[str, Any, tuple[Choice, ...]]]:

@@ -31,7 +31,6 @@ def plan_job(cfg: RunConfig | JointConfig, words: Mapping[str, str]) -> str:
     gpu_memory = memory_of(words)
     tried = [replace(cluster, gpu_memory=gpu_memory) for cluster in clusters(words, os.environ)]
     cfg = deepcopy(cfg)
-    cfg.trainer.output_dir = "."  # the cluster's folder need not exist here
     locate(cfg)
     refused: dict[Cluster, str] = {}
     for cluster in tried:
