@@ -35,6 +35,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("trainer.end_below={reward/mean: 0.1}", "placement={rollout: 0, actor: 1}"),
         "trainer.end_below: ranks with other roles run to the last step",
     ),
+    (LMRLConfig, (SWEEP, LORA, "parallel.expert_parallel=true"), "sweep: its runs share a base, but not experts"),
     (FlowRLConfig, (SWEEP, LORA, CONTEXT), "sweep: its runs share passes, but not the positions of samples"),
     (JointConfig, ("painter.rollout.max_draws_per_prompt=2",), "painter.rollout.max_draws_per_prompt: 2 would draw"),
     (JointConfig, ("writer.rollout.schedule=one_step_off",), "writer.rollout.schedule: one_step_off needs ranks that"),
@@ -350,7 +351,6 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
         Ranks(1, 4, 4, apart=False, restarts=False),
         "parallel.param_offload: true needs parallel.fsdp_size > 1",
     ),
-    (FlowRLConfig, (SWEEP, LORA), NODE, "sweep: each rank holds the whole base, which its runs share; set parallel"),
     (FlowRLConfig, ("optim.name=muon",), NODE, "optim.name: muon orthogonalizes whole matrices, which 4 ranks"),
     (
         LMRLConfig,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-from tests.pretended import groups, rules, streams, transfers
+from tests.pretended import graphs, groups, rules, streams, transfers
 from tests.pretended.places import CPU, device_of, memory_of, put
 from tests.pretended.record import RECORD, Record
 from tests.pretended.streams import HOST, Memory
@@ -65,7 +65,9 @@ def _install_module(gpus: int, local_rank: int) -> None:
         "stream": streams.within,
         "Stream": streams.Stream,
         "Event": streams.Event,
-        "is_current_stream_capturing": lambda: False,
+        "CUDAGraph": graphs.CUDAGraph,
+        "graph": graphs.graph,
+        "is_current_stream_capturing": lambda: RECORD.tape is not None,
         "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda *_: (MEMORY, MEMORY),
         "memory_stats": lambda *_: {},

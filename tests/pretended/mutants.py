@@ -60,6 +60,7 @@ OFFLOAD = "training/offload.py"
 IN_POLICY = "rollout/flow/in_policy.py"
 LM_POLICY = "rollout/lm/in_policy.py"
 SESSION = "rollout/lm/policy_session.py"
+GRAPH = "rollout/lm/step_graph.py"
 JUDGE = "engines/transformers.py"
 TEXT_ENGINE = "engines/vllm_text.py"
 JUDGE_ENGINE = "engines/vllm.py"
@@ -111,9 +112,11 @@ MUTANTS = [
     Mutant("lm", LM_POLICY, "ids.to(device), starts.to(device)", "ids, starts.to(device)"),
     Mutant("lm", LM_POLICY, "starts.to(device), lengths.to(device)", "starts, lengths.to(device)"),
     Mutant("lm", LM_POLICY, "lengths.to(device), width", "lengths, width"),
-    Mutant("lm", SESSION, "ids, mask = ids.to(self._device), mask", "ids, mask = ids, mask"),
-    Mutant("lm", SESSION, "ids, new = ids.to(self._device), new", "ids, new = ids, new"),
-    Mutant("lm", SESSION, "request in requests]).to(self._device)", "request in requests])"),
+    Mutant("lm", SESSION, "ids, mask = ids.to(self._device, non_blocking=True), mask", "ids, mask = ids, mask"),
+    Mutant("lm", SESSION, "self._uniform(begun).to(self._device, non_blocking=True)", "self._uniform(begun)"),
+    Mutant("lm", GRAPH, "tensor.to(self._device, non_blocking=True) for", "tensor for"),
+    Mutant("lm", GRAPH, "        torch.cuda.current_stream(self._device).wait_stream(side)", "        pass"),
+    Mutant("lm", GRAPH, "side.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
     Mutant("lm_packed", "models/lm/packing.py", "torch.cat(positions)]).to(ids.device)", "torch.cat(positions)])"),
     Mutant("ppo", "training/critic_trainer.py", "weight = weight.to(self.world.device)", "weight = weight"),
     Mutant("blocks", "rollout/lm/denoise_blocks.py", "input_ids=ids.to(device)", "input_ids=ids"),

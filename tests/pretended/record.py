@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 Place = tuple[str, str, str]  # the job's phase, what happened, and the function of phalanx in which it did
 
@@ -24,9 +24,12 @@ class Record:
     faults: list[str] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)  # of engines, each after the phase that it happened in
     operators: int = 0
+    tape: list[Any] | None = None  # of the graph that is being made
 
     def sync(self, what: str) -> None:
         """The host waits for the device."""
+        if self.tape is not None:
+            self.fault(f"{what} within a graph")
         self.syncs[self.phase, what, caller()] += 1
 
     def event(self, what: str) -> None:

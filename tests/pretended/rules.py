@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.pretended import groups, transfers
+from tests.pretended import graphs, groups, transfers
 from tests.pretended.places import CPU, device_of, memory_of, put
 from tests.pretended.record import RECORD
 from tests.pretended.streams import HOST, Memory, Stream, current
@@ -97,6 +97,7 @@ class Rules(TorchDispatchMode):
             target, source = args[0], args[1]
             late = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             transfers.transfer(memory_of(source), memory_of(target), source.numel() * source.element_size(), late)
+            graphs.note(func, (target, source), {}, target)
             return func(target, source)
         device = asked_device(kwargs, tensors)
         if op.name == "_to_copy":
@@ -133,6 +134,7 @@ def run(func: Any, op: Facts, tensors: list[Tensor], device: torch.device | None
     if op.name == "resize_" and on_device:
         renewed(args[0])
     out = func(*args, **kwargs)
+    graphs.note(func, args, kwargs, out)
     if result_on.type == "cuda" or pinned:
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
         for made in tensors_of(out):

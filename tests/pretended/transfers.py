@@ -35,6 +35,8 @@ def transfer(source: Memory | None, target: Memory | None, size: int, late: bool
         target.write()
     if from_device and to_device:
         return
+    if RECORD.tape is not None:
+        RECORD.fault("a copy between host and device within a graph")
     kind = f"{'device to host' if from_device else 'host to device'}{', pinned' if pinned else ''}"
     RECORD.copied[RECORD.phase, kind, caller()] += size
     if waits:

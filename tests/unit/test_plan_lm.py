@@ -151,14 +151,13 @@ def test_an_engine_that_keeps_the_base_of_a_lora(lm_folder: Path, tmp_path: Path
 
 
 def test_the_cache_of_conversations(lm_folder: Path, tmp_path: Path) -> None:
-    """While some wait for an answer, their columns are empty."""
+    """Rows that wait for an answer, or begin while others are drawn, need no more columns than those of single turns."""
     found = []
     for keys in ((), ("environment.tools=[calculator]", "environment.max_turns=3")):
         job = planned(tiny_lm_config(lm_folder, tmp_path, *keys), Cluster(1, 2))
         found.append(next(phase for phase in count(job, None).phases if phase.name == "rollout: sample").activations)
         assert ("tokens", "64 + 12 at most") in batch(job)
-    cache = job.rollout.micro_batch_size * 2 * 2 * (64 + 11) * 32 * 4
-    assert 0.125 * cache < found[1] - found[0] < 0.2 * cache  # an eighth of it, and of the layer that grows
+    assert found[0] == found[1]
 
 
 def test_experts_that_stay_apart(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _type(hint: Any, meta: dict[str, Any]) -> Any:
         return Annotated[list[elements], BeforeValidator(partial(_converted, meta["single"])), after]
     if get_origin(hint) is dict and arguments[1] is not Any:
         values: Any = _type(arguments[1], PLAIN)
-        return dict[str, values]
+        return Annotated[dict[str, values], after]
     if hint in (int, float):
         limits = {"ge": -MOST} | ({} if "lt" in meta["limits"] else {"le": MOST}) | meta["limits"]
         options: dict[str, Any] = {"allow_inf_nan": False} if hint is float else {}

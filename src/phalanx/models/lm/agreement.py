@@ -21,7 +21,8 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.functional.tokens import FAR, left_padded
 from phalanx.models.lm import packing
-from phalanx.models.lm.model import CACHE, CausalLM
+from phalanx.models.lm.kv_rows import CACHE, Columns, KVRows, states_of
+from phalanx.models.lm.model import CausalLM
 
 log = logging.getLogger(__name__)
 
@@ -159,34 +160,31 @@ def _grouped_log_probs(
 
 
 def _decoded_log_probs(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
-    """Log-probs [2 x RESPONSE] of the responses, decoded as in phalanx.rollout.lm.decode.
+    """Log-probs [2 x RESPONSE] of the responses, decoded as in phalanx.rollout.lm.policy_session.
 
-    Prompts are left-padded, and samples are selected in the cache.
+    Prompts are left-padded, and the second one gets two samples, of which only the last goes on, as when one has ended.
     """
-    prompts = [length - RESPONSE for length in lengths]
+    prompts, device = [length - RESPONSE for length in lengths], ids.device
     read, mask = left_padded([ids[i, :length].tolist() for i, length in enumerate(prompts)], pad=0)
-    read, mask = read.to(ids.device), mask.to(ids.device)
-    cache = DynamicCache(config=module.lm.config)
-    first, position = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, mask.sum(1)
+    read, mask = read.to(device), mask.to(device)
+    cache, following = DynamicCache(config=module.lm.config), prompts
+    first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     if module.vision is not None:
-        first, position = module.vision.prefill(read, mask, looks)
+        first, following = module.vision.prefill(read, mask, looks)
     out = module(input_ids=read, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-    # the second prompt gets two samples, of which only the last goes on, as when a sample has ended
-    cache.reorder_cache(torch.tensor([0, 1, 1], device=ids.device))
-    cache.reorder_cache(torch.tensor([0, 2], device=ids.device))
+    if module.masks and KVRows.serves(module.lm.config):
+        kept: Any = KVRows(module.lm.config, 3, max(lengths))
+        for row, prompt in enumerate((0, 1, 1)):
+            kept.fill([row], states_of(cache, prompt, prompts[prompt]))
+    else:
+        kept = Columns(cache, mask, (0, 1, 1))
+    kept.select([0, 2], max(prompts))
     columns = []
     for t in range(RESPONSE):
         tokens = torch.stack([ids[i, length + t] for i, length in enumerate(prompts)])
         columns.append(_log_probs(module, out.logits[:, -1], tokens))
-        if t + 1 == RESPONSE:
-            break
-        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-        out = module(
-            input_ids=tokens[:, None],
-            attention_mask=mask,
-            position_ids=position[:, None],
-            **{CACHE: cache},
-            use_cache=True,
-        )
-        position = position + 1
+        if t + 1 < RESPONSE:
+            at, positions = (torch.tensor(start, device=device)[:, None] + t for start in (prompts, following))
+            given = kept.arguments(at, max(prompts) + t + 1)
+            out = module(input_ids=tokens[:, None], position_ids=positions, **given, use_cache=True)
     return torch.stack(columns, 1).flatten()

@@ -1,8 +1,7 @@
 """Block-diffusion models from the modules of causal language models."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,10 +41,9 @@ class BlockDiffusionLM(CausalLM):
         With `right`, log-probability, entropy, and [N] 1 where the token is the most likely one. Without `states`,
         the language model's own forward, with a bool attention_mask [B, 1, Q, K].
         """
-        set_checkpointing(self, states is not None and torch.is_grad_enabled())
         if states is None:
-            with self._for_decoding():
-                return self.lm(**decoding | {"attention_mask": self._attention_mask(decoding["attention_mask"])})
+            return self.decoded(**decoding)
+        set_checkpointing(self, torch.is_grad_enabled())
         scored = states.weight != 0
         rows, _, _ = scored.nonzero(as_tuple=True)
         at, targets, share = states.at[scored], states.target[scored], None
@@ -74,32 +72,11 @@ class BlockDiffusionLM(CausalLM):
             tokens.append(logits.argmax(-1))
         return torch.cat(tokens)
 
-    @contextmanager
-    def _for_decoding(self) -> Iterator[None]:
-        """Within this context, decode by torch's sdpa instead of FlexAttention, which compiles for each shape."""
-        config = self.lm.config
-        kind = config._attn_implementation
-        if kind == "flex_attention":
-            config._attn_implementation = "sdpa"
-        try:
-            yield
-        finally:
-            config._attn_implementation = kind
-
     def _mask_of(self, states: States) -> Any:
         """The states' attention mask, in the form that the model's attention implementation takes."""
         if self.lm.config._attn_implementation != "flex_attention":
-            return self._attention_mask(states.allowed())
+            return self.attention_mask(states.allowed())
         return block_mask(states)
-
-    def _attention_mask(self, allowed: Tensor) -> Tensor:
-        """The mask `allowed`, bool, in the form that the attention takes: eager attention adds it to the scores."""
-        if self.lm.config._attn_implementation != "eager":
-            return allowed
-        dtype = self.lm.dtype
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
-            ~allowed, torch.finfo(dtype).min
-        )
 
 
 class BlockDiffusionPolicy(LMPolicy):

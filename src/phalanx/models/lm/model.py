@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 llada2.register()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# the keyword for the cache in a language model's forward, renamed in transformers 5.24
-CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 class CausalLM(nn.Module):
@@ -41,8 +39,7 @@ class CausalLM(nn.Module):
         self.packs = self.groups = False  # whether samples are packed, and their prompts computed once
         self.fused = False  # whether scores are computed by kernels of torch.compile
         self.tries = False  # whether it goes without where it cannot, instead of an error
-        # whether a step of decoding gets its finished mask: transformers would wait for the device to look at padding
-        self.masks = lm.config.get_text_config(decoder=True)._attn_implementation == "sdpa" and not other_layers(lm)
+        self.masks = not other_layers(lm)  # whether a pass may get its finished mask, as those of KVRows do
 
     def forward(
         self,
@@ -62,13 +59,9 @@ class CausalLM(nn.Module):
         `ids` and `predicting`, the keywords in `decoding` go to the language model's own forward.
         """
         if ids is None or predicting is None:
-            set_checkpointing(self, False)
-            real = decoding.get("attention_mask")
-            if self.masks and real is not None and decoding["input_ids"].shape[1] == 1:
-                decoding["attention_mask"] = real.bool()[:, None, None]  # [B, 1, 1, columns]
             if looks is not None:
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
-            return self.lm(**decoding)
+            return self.decoded(**decoding)
         set_checkpointing(self, torch.is_grad_enabled())
         output, share = outputs_at(self, decoder_of(self.lm), ids, predicting, row, looks)
         tokens, head = ids[:, 1:][predicting], self.head(output)
@@ -83,6 +76,29 @@ class CausalLM(nn.Module):
         if share is not None:
             scores = share.whole(scores)
         return scores if pool is None else (*scores, *pool)
+
+    def decoded(self, **given: Any) -> Any:
+        """The language model's own forward; an attention_mask [B, 1, Q, K] is bool."""
+        set_checkpointing(self, False)
+        config, mask = self.lm.config.get_text_config(decoder=True), given.get("attention_mask")
+        if mask is None or mask.dim() < 4:
+            return self.lm(**given)
+        kind = config._attn_implementation
+        if kind.startswith("fl"):  # flash-attention takes no such mask, and FlexAttention compiles for each shape
+            config._attn_implementation = "sdpa"
+        try:
+            return self.lm(**given | {"attention_mask": self.attention_mask(mask)})
+        finally:
+            config._attn_implementation = kind
+
+    def attention_mask(self, allowed: Tensor) -> Tensor:
+        """The mask `allowed`, bool, in the form that the attention takes: eager attention adds it to the scores."""
+        if self.lm.config.get_text_config(decoder=True)._attn_implementation not in ("eager", packing.SHARED_EAGER):
+            return allowed
+        dtype = self.lm.dtype
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(dtype).min
+        )
 
     @property
     def never(self) -> tuple[int, ...]:

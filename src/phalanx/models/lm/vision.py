@@ -223,8 +223,8 @@ class Vision:
         at, delta = self.model.get_rope_index(ids, (ids == self.image).long(), image_grid_thw=grid)
         return at[:, 0], ids.shape[1] + int(delta)
 
-    def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], Tensor]:
-        """Arguments of a forward over left-padded prompts, ids and mask [P, L], and the positions [P] after them."""
+    def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], list[int]]:
+        """Arguments of a forward over left-padded prompts, ids and mask [P, L], and the P positions after them."""
         lengths = mask.sum(1).tolist()
         at = self.positions(looks, ids.shape[1])
         shifted = torch.zeros_like(at)
@@ -236,7 +236,7 @@ class Vision:
         given: dict[str, Any] = {"position_ids": shifted.to(ids.device), "looks": looks}
         if self.family.types:
             given["token_type_ids"] = (ids == self.image).long()
-        return given, torch.tensor(following, device=ids.device)
+        return given, following
 
 
 class Reader:

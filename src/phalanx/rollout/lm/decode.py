@@ -47,7 +47,9 @@ def check_finite(finite: Tensor) -> None:
 def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
     """Draw tokens [B] from logits [B, V] float32 by uniform numbers [B]."""
     if decoding.never:
-        logits = logits.index_fill(-1, torch.tensor(decoding.never, device=logits.device), FAR)
+        logits = logits.clone()
+        for token in decoding.never:  # as numbers: a CUDA graph cannot take an index from the host
+            logits[:, token] = FAR
     if decoding.temperature == 0:
         return logits.argmax(-1)
     # on CPUs a sum in float64 copies what it adds: of a few rows, these copies stay in the cache

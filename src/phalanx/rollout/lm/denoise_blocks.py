@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from phalanx.functional.block_states import confident, least_unmasked
-from phalanx.models.lm.model import CACHE
+from phalanx.models.lm.kv_rows import CACHE
 from phalanx.rollout.lm.decode import Decoding, check_finite, draw
 from phalanx.rollout.lm.policy_session import SHRINK
 from phalanx.rollout.lm.session import Request

@@ -244,8 +244,9 @@ class LMRollout:
         """Draws the tokens; other engines override this. With `facts` that are not exact, it gives log-probs."""
         vision, module = self.policy.vision, self.policy.trained.module
         prefill = None if vision is None else vision.prefill
-        rows, scores = self.micro_batch_size, not self.exact
-        return PolicySession(module, self.policy.settings, self.world.device, rows, prefill, scores=scores)
+        options = {"scores": not self.exact, "masks": module.masks, "eager": self.config.enforce_eager}
+        rows, settings = self.micro_batch_size, self.policy.settings
+        return PolicySession(module, settings, self.world.device, rows, prefill, **options)
 
     @contextmanager
     def decoding_scores(self) -> Iterator[None]:

@@ -1,80 +1,41 @@
 """A sampling session in the trained modules of an autoregressive model, with one KV cache for all samples and turns.
 
-Each sample is a row of a batch. Rows share their columns: the newest tokens of all rows are in the last ones, so that
-a step writes one column; a row's columns before its prompt, and those in which it waits for an answer, are masked.
-The row that an ended sample leaves goes to the next request; a prompt is read once for all of its samples.
+Each sample is a row of a batch, whose keys and values are in buffers that are allocated once, at the first step. The
+row that an ended sample leaves goes to the next request; a prompt is read once for all of its samples. On CUDA a step
+without answers to read is one graph (phalanx.rollout.lm.step_graph).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from phalanx.functional.tokens import left_padded
-from phalanx.models.lm.model import CACHE
-from phalanx.rollout.lm.decode import check_finite, draw, drawn_log_prob
+from phalanx.models.lm.kv_rows import CACHE, Columns, KVRows, States, states_of
+from phalanx.rollout.lm.decode import Decoding, check_finite, draw, drawn_log_prob
 from phalanx.rollout.lm.session import Request
+from phalanx.rollout.lm.step_graph import StepGraphs
 
 # takes ids and mask of left-padded prompts and their images; returns arguments of the forward pass, and next positions
-Prefill = Callable[[Tensor, Tensor, list[Any]], tuple[dict[str, Any], Tensor]]
+Prefill = Callable[[Tensor, Tensor, list[Any]], tuple[dict[str, Any], list[int]]]
 
-# if a smaller fraction of the rows is in use and none waits for one, the batch is copied into a smaller one
-SHRINK = 0.75
-GROWTH, SPARE = 1.5, 32  # buffers are allocated for this many times the columns in use and some more: few steps copy
-WASTE = 1.125  # if rows begin at different steps, there are up to this many columns per token of the longest sample
-
-
-class Layer(DynamicLayer):
-    """Keys and values [B, H, columns, D] as the filled columns of larger buffers, into which new ones are written."""
-
-    _layer_type = None  # transformers registers subclasses by it
-    most = 0  # columns that are needed at most
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Append columns; returns all of them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.hold(key_states, value_states)
-            return self.keys, self.values
-        width, new = self.keys.shape[2], key_states.shape[2]
-        if width + new > self.buffers[0].shape[2]:
-            self.hold(self.keys, self.values, new)
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, width : width + new] = states
-        self._show(width + new)
-        return self.keys, self.values
-
-    def hold(self, keys: Tensor, values: Tensor, new: int = 0) -> None:
-        """Copy these into new buffers, with room for at least `new` columns behind them."""
-        self.buffers = []
-        for states in (keys, values):
-            rows, heads, width, size = states.shape
-            room = max(min(int(GROWTH * (width + new)) + SPARE, self.most), width + new)
-            self.buffers.append(states.new_empty(rows, heads, room, size))
-            self.buffers[-1][:, :, :width] = states
-        self._show(width)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows."""
-        if self.is_initialized:  # a layer may share the keys and values of another one
-            self.hold(self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx))
-
-    def _show(self, width: int) -> None:
-        self.keys, self.values = (buffer[:, :, :width] for buffer in self.buffers)
+SHRINK = 0.75  # if a smaller fraction of the rows is in use and none waits for one, the others are dropped
 
 
 @dataclass(eq=False)
 class _Row:
-    """A row of the batch: its request, and how many of the sample's tokens the model has read."""
+    """A row of the batch: its request, and how many of the sample's tokens the model has read.
+
+    ahead: by how much the position of a token exceeds its number; an image may advance positions by less than its
+    number of tokens.
+    """
 
     request: Request
     read: int
+    ahead: int
 
     @property
     def draws(self) -> bool:
@@ -89,18 +50,18 @@ class _Row:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that was read: keys and values [H, L, D] by layer, logits [V] after it and the next position."""
+    """A prompt that was read: its keys and values, logits [V] after it, and its `ahead`."""
 
-    states: list[tuple[Tensor, ...]]
+    states: States
     logits: Tensor
-    position: Tensor
+    ahead: int
 
 
 class PolicySession:
     """See phalanx.rollout.lm.session.Session. `forward` and `config` are the language model's.
 
     rows: samples drawn at once; further ones wait until one ends. prefill: reads the prompts of a model with images.
-    scores: give the log-probabilities of drawn tokens.
+    scores: give the log-probabilities of drawn tokens. masks: see CausalLM. eager: do without CUDA graphs.
     """
 
     def __init__(
@@ -112,59 +73,58 @@ class PolicySession:
         prefill: Prefill | None = None,
         *,
         scores: bool = False,
+        masks: bool = True,
+        eager: bool = False,
     ) -> None:
         self._forward, self._config, self._device = forward, config, device
         self._most, self._prefill, self._scores = rows, prefill, scores
+        self._refills = masks and KVRows.serves(config)  # whether rows begin and pause at any time
+        self._graphs = StepGraphs(self._step, device) if self._refills and device.type == "cuda" and not eager else None
         self.close_rows()
 
     def close_rows(self) -> None:
         """Forget all samples."""
-        self._queue: list[Request] = []
-        self._columns = 0  # at most needed
+        self._queue: list[tuple[int, Request]] = []  # each with the number of its prompt
+        self._numbers: dict[Any, int] = {}  # of prompts: samples of one that have the same tokens so far share it
         self._rows: list[_Row] = []
-        self._prompts: dict[Any, _Prompt] = {}
-        self._cache = DynamicCache()
-        self._real = torch.zeros(0)  # [B, columns]: 1 where a column holds a token of the sample
-        # [B]: the next position: an image may advance positions by less than its number of tokens
-        self._position = torch.zeros(0)
+        self._prompts: dict[int, _Prompt] = {}
+        self._kept: Any = None  # KVRows or Columns
+        self._decoding: Decoding
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def add(self, request: Request) -> None:
         """See Session. A sample whose row is kept goes on in it, otherwise it waits for one."""
         if not any(row.request is request for row in self._rows):
-            self._queue.append(request)
-            staggered = request.keep or len(self._rows) + len(self._queue) > self._most
-            columns = (len(request.prompt) + request.room) * (WASTE if staggered else 1)
-            self._columns = max(self._columns, int(columns))
-            self._fit(self._cache)
+            key = tuple(request.rest(0)), id(request.look)
+            self._queue.append((self._numbers.setdefault(key, len(self._numbers)), request))
 
     @torch.no_grad()
     def step(self) -> list[Request]:
         """See Session: one token of each sample."""
         self._shrink()
-        parts = []
-        speaking = [i for i, row in enumerate(self._rows) if row.draws]
-        if speaking:
-            logits = self._read()
-            if len(speaking) < len(self._rows):
-                logits = logits[torch.tensor(speaking, device=self._device)]
-            parts.append(([self._rows[i].request for i in speaking], logits))
-        if self._queue:
-            parts += self._admit()
-        drawn, scores = [], []
-        for requests, logits in parts:
-            logits, decoding = logits.float(), requests[0].decoding
-            self._finite &= logits.amax(-1).isfinite().all()  # seen at the end: each look would wait for the device
-            numbers = torch.tensor([request.number for request in requests]).to(self._device)
-            drawn.append(draw(logits, numbers, decoding))
-            if self._scores:
-                scores.append(drawn_log_prob(logits, drawn[-1], decoding))
+        requests: list[Request | None] = []
+        for row in self._rows:
+            requests.append(row.request if row.draws else None)
+        parts = [self._read(requests)] if any(requests) else []
+        requests = requests if parts else []
+        new = self._admit()
+        if new:
+            begun, prompts = zip(*new, strict=True)
+            numbers = self._uniform(begun).to(self._device, non_blocking=True)
+            parts.append(self._drawn(torch.stack([prompt.logits for prompt in prompts]), numbers))
+            requests += begun
+        if not parts:  # all wait for answers
+            return []
         # the only wait for the device in a step
-        tokens = torch.cat(drawn).tolist() if drawn else []
-        log_probs = torch.cat(scores).tolist() if scores else []
+        tokens, scores = torch.cat(parts, 1).tolist()
         over = []
-        for i, request in enumerate(chain.from_iterable(requests for requests, _ in parts)):
-            if request.say(tokens[i : i + 1], log_probs[i : i + 1]):
+        for request, token, score in zip(requests, tokens, scores, strict=True):
+            if request is not None and request.say([int(token)], [score] if self._scores else ()):
                 over.append(request)
         return over
 
@@ -176,108 +136,112 @@ class PolicySession:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Tensor:
-        """Read the tokens that each row has and the model has not; returns the logits [B, V] after them."""
-        feeds = [row.request.rest(row.read) if row.draws else [] for row in self._rows]
-        ids, new = left_padded(feeds, self._rows[0].request.decoding.pad)
-        ids, new = ids.to(self._device), new.to(self._device)
-        self._compact(ids.shape[1])
-        self._real = torch.cat([self._real, new], 1)
-        out = self._forward(
-            input_ids=ids,
-            attention_mask=self._real,
-            position_ids=(self._position[:, None] + new.cumsum(1) - 1).clamp(min=0),
-            **{CACHE: self._cache},
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self._position = self._position + new.sum(1)
+    def _read(self, requests: Sequence[Request | None]) -> Tensor:
+        """Read what the rows of `requests` have and the model has not; returns the next tokens, see `_drawn`."""
+        feeds: list[list[int]] = []
+        for row, request in zip(self._rows, requests, strict=True):
+            feeds.append([] if request is None else request.rest(row.read))
+        ids, mask = left_padded(feeds, self._decoding.pad)
+        read = torch.tensor([[row.read, row.ahead] for row in self._rows])
+        columns = torch.where(mask > 0, read[:, :1] + mask.cumsum(1) - 1, -1)
+        inputs = torch.stack([ids, columns, (columns + read[:, 1:]).clamp(min=0)])
+        numbers = self._uniform(requests)
         for row, feed in zip(self._rows, feeds, strict=True):
             row.read += len(feed)
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        width = max(row.read for row in self._rows)
+        if self._graphs is not None and ids.shape[1] == 1:
+            return self._graphs(inputs, numbers, width, self._kept.length)
+        return self._step(width, *(given.to(self._device, non_blocking=True) for given in (inputs, numbers)))
 
-    def _prefilled(self, requests: list[Request], cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
-        """Read what these samples have into an empty cache; returns logits [P, V], positions [P] and mask [P, L]."""
-        ids, mask = left_padded([request.rest(0) for request in requests], requests[0].decoding.pad)
-        ids, mask = ids.to(self._device), mask.to(self._device)
+    def _step(self, width: int, inputs: Tensor, numbers: Tensor) -> Tensor:
+        """Read tokens and draw the next ones, see `_drawn`; without waiting for the device, and with equal shapes in
+        the same memory, so that a graph can replay it. inputs: tokens, columns and positions [3, n, Q].
+        """
+        given = self._kept.arguments(inputs[1], width)
+        out = self._forward(input_ids=inputs[0], position_ids=inputs[2], **given, use_cache=True, logits_to_keep=1)
+        return self._drawn(out.logits[:, -1], numbers)
+
+    def _drawn(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """The tokens, and their log-probabilities if they are asked for, [2, n] float64, of logits [n, V]."""
+        logits = logits.float()
+        self._finite &= logits.amax(-1).isfinite().all()  # seen at the end: each look would wait for the device
+        tokens = draw(logits, numbers, self._decoding)
+        scores = drawn_log_prob(logits, tokens, self._decoding) if self._scores else numbers
+        return torch.stack([tokens.double(), scores.double()])
+
+    def _uniform(self, requests: Sequence[Request | None]) -> Tensor:
+        """Their random numbers [n]."""
+        return torch.tensor([0.0 if request is None else request.number for request in requests])
+
+    def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[_Prompt]]:
+        """Read what these samples have; returns a cache of left-padded rows, its mask [P, L], and their parts of it."""
+        tokens, cache = [request.rest(0) for request in requests], DynamicCache(config=self._config)
+        ids, mask = left_padded(tokens, requests[0].decoding.pad)
+        ids, mask = ids.to(self._device, non_blocking=True), mask.to(self._device, non_blocking=True)
         first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        position = mask.sum(1)
+        following = list(map(len, tokens))
         if self._prefill is not None:
-            first, position = self._prefill(ids, mask, [request.look for request in requests])
+            first, following = self._prefill(ids, mask, [request.look for request in requests])
         out = self._forward(
             input_ids=ids, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1
         )
-        return out.logits[:, -1], position, mask
+        prompts = []
+        for i, (read, position) in enumerate(zip(tokens, following, strict=True)):
+            states = states_of(cache, i, len(read)) if self._refills else []
+            prompts.append(_Prompt(states, out.logits[i, -1], position - len(read)))
+        return cache, mask, prompts
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[tuple[list[Request], Tensor]]:
-        """Give rows to waiting samples; returns them with the logits [b, V] of their next tokens."""
-        free = [i for i, row in enumerate(self._rows) if row.free]
-        count = self._most - len(self._rows) + len(free)
-        if self._rows and not (free and self._refills):
+    def _admit(self) -> list[tuple[Request, _Prompt]]:
+        """Give rows to waiting samples; returns them with their prompts."""
+        if not self._queue or (self._rows and not self._refills):
             return []
-        new, self._queue = self._queue[:count], self._queue[count:]
-        keys = list(map(_key, new))
-        first = dict(zip(reversed(keys), reversed(new), strict=True))  # one sample of each prompt
-        distinct = list(dict.fromkeys(keys))
         if not self._rows:
-            cache = self._cache = self._empty()
-            logits, position, mask = self._prefilled([first[key] for key in distinct], cache)
-            self._keep_prompts(distinct, cache, logits, position, mask)
-            at = torch.tensor([distinct.index(key) for key in keys], device=self._device)
-            cache.reorder_cache(at)
-            self._real, self._position = mask[at], position[at]
-            self._rows = [_Row(request, len(request.rest(0))) for request in new]
-            return [(new, logits[at])]
-        unread = [key for key in distinct if key not in self._prompts]
-        if unread:
-            cache = self._empty()
-            logits, position, mask = self._prefilled([first[key] for key in unread], cache)
-            self._keep_prompts(unread, cache, logits, position, mask, every=True)
-        for i, request, key in zip(free, new, keys, strict=False):
-            self._fill(i, request, self._prompts[key])
-        logits = torch.stack([self._prompts[key].logits for key in keys])
-        waiting = set(map(_key, self._queue))
-        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in waiting}
-        return [(new, logits)]
+            self._begin()
+        count = self._kept.rows if self._refills else self._most
+        places = [i for i, row in enumerate(self._rows) if row.free] + list(range(len(self._rows), count))
+        new, self._queue = self._queue[: len(places)], self._queue[len(places) :]
+        rows: dict[int, list[int]] = {}  # by prompt
+        for place, (key, _) in zip(places, new, strict=False):
+            rows.setdefault(key, []).append(place)
+        self._read_prompts(new, [key for key in rows if key not in self._prompts])
+        result = []
+        for place, (key, request) in zip(places, new, strict=False):
+            prompt = self._prompts[key]
+            self._rows[place : place + 1] = [_Row(request, len(request.rest(0)), prompt.ahead)]
+            result.append((request, prompt))
+        if self._refills:
+            for key, places in rows.items():
+                self._kept.fill(places, self._prompts[key].states)
+        waiting = {key for key, _ in self._queue}
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in waiting and self._refills}
+        return result
 
-    def _keep_prompts(
-        self,
-        keys: list[Any],
-        cache: DynamicCache,
-        logits: Tensor,
-        position: Tensor,
-        mask: Tensor,
-        *,
-        every: bool = False,
-    ) -> None:
-        """Keep what was read of the prompts that waiting samples share, or of `every` one."""
-        waiting = set(map(_key, self._queue)) if self._refills else set()
-        for i, key in enumerate(keys):
-            if every or key in waiting:
-                length = int(mask[i].sum())
-                states = []
-                for layer in cache.layers:
-                    part = (i, slice(None), slice(layer.get_seq_length() - length, None))
-                    states.append(tuple(s[part].clone() for s in (layer.keys, layer.values) if layer.is_initialized))
-                self._prompts[key] = _Prompt(states, logits[i], position[i])
+    def _begin(self) -> None:
+        """Allocate rows for the samples that wait, unless there are enough."""
+        self._decoding = self._queue[0][1].decoding
+        rows = min(self._most, len(self._queue))
+        if self._refills and (self._kept is None or self._kept.rows < rows):
+            self._kept = KVRows(self._config, rows, max(_room(request) for _, request in self._queue))
 
-    def _fill(self, i: int, request: Request, prompt: _Prompt) -> None:
-        """Give row i to a sample."""
-        length, width = len(request.rest(0)), self._real.shape[1]
-        if length > width:
-            self._real = pad(self._real, (length - width, 0))
-        self._real[i] = 0
-        self._real[i, -length:] = 1
-        self._position[i] = prompt.position
-        for layer, states in zip(self._cache.layers, prompt.states, strict=True):
-            if states and length > width:
-                layer.hold(*(pad(held, (0, 0, length - width, 0)) for held in (layer.keys, layer.values)))
-            for held, given in zip((layer.keys, layer.values), states, strict=False):
-                held[i, :, -length:] = given
-        self._rows[i] = _Row(request, length)
+    def _read_prompts(self, new: list[tuple[int, Request]], unread: list[int]) -> None:
+        """Read the prompts that `new` samples need and that are `unread`."""
+        longest = max((_room(request) for _, request in new), default=0)
+        if self._refills and longest > self._kept.length:
+            self._kept.lengthen(longest)
+            self._forget_graphs()
+        if not unread:
+            return
+        first = dict(reversed(new))
+        cache, mask, prompts = self._prefilled([first[key] for key in unread])
+        waiting = {key for key, _ in self._queue}
+        for key, prompt in zip(unread, prompts, strict=True):
+            self._prompts[key] = prompt
+            if key in waiting:  # its part alone
+                prompt.states = [tuple(map(Tensor.clone, states)) for states in prompt.states]
+        if not self._refills:
+            self._kept = Columns(cache, mask, [unread.index(key) for key, _ in new])
 
     def _shrink(self) -> None:
         """Drop rows without a sample if many are so and no sample waits for one."""
@@ -285,47 +249,10 @@ class PolicySession:
         if not used:
             self._rows = []
         elif len(used) < SHRINK * len(self._rows) and not (self._queue and self._refills):
-            at = torch.tensor(used, device=self._device)
-            self._cache.reorder_cache(at)
-            self._real, self._position = self._real[at], self._position[at]
-            self._rows = [self._rows[i] for i in used]
-
-    def _compact(self, new: int) -> None:
-        """Drop columns that are empty in all rows before `new` ones come, if there are many or no room."""
-        longest = max(row.read for row in self._rows if not row.free)
-        most = min(max(GROWTH * longest, SPARE), self._columns)
-        if self._real.shape[1] + new <= max(most, longest + new) or not self._refills:
-            return
-        # move each sample's tokens to the last columns; a stable sort keeps them in order
-        order = self._real.sort(dim=1, stable=True).indices[:, -longest:]
-        for layer in self._cache.layers:
-            if layer.is_initialized:
-                index = order[:, None, :, None]
-                layer.hold(
-                    *(s.gather(2, index.expand(-1, s.shape[1], -1, s.shape[3])) for s in (layer.keys, layer.values))
-                )
-        self._real = self._real.gather(1, order)
-
-    @property
-    def _refills(self) -> bool:
-        """Whether rows can begin and pause at any time: all layers attend to all tokens."""
-        return all(isinstance(layer, Layer) for layer in self._cache.layers)
-
-    def _empty(self) -> DynamicCache:
-        """A cache without tokens."""
-        cache = DynamicCache(config=self._config)
-        if cache.layer_class_to_replicate is DynamicLayer:
-            cache.layer_class_to_replicate = Layer
-        cache.layers = [Layer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        self._fit(cache)
-        return cache
-
-    def _fit(self, cache: DynamicCache) -> None:
-        for layer in cache.layers:
-            if isinstance(layer, Layer):
-                layer.most = self._columns
+            width = max(self._rows[i].read for i in used)
+            self._rows = [self._rows[i] for i in self._kept.select(used, width)]
 
 
-def _key(request: Request) -> Any:
-    """The same for samples of one prompt that have the same tokens so far."""
-    return tuple(request.rest(0)), id(request.look)
+def _room(request: Request) -> int:
+    """The number of tokens that a sample has at most."""
+    return len(request.prompt) + request.room

@@ -9,7 +9,6 @@ from phalanx.config.lm import LMRunConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.rollout.lm.policy_session import WASTE
 
 log = logging.getLogger(__name__)
 KEY = "rollout.micro_batch_size_per_gpu"
@@ -32,9 +31,7 @@ def token_bytes(settings: Any, itemsize: int) -> int:
 def cache_bytes(cfg: LMRunConfig, policy: LMPolicy) -> int:
     """Bytes of the keys and values of the longest response with its prompt."""
     limit = max(cfg.data.max_response_length, cfg.rollout.val.max_response_length or 0)
-    return int(
-        token_bytes(policy.settings, policy.trained.dtype.itemsize) * (cfg.data.max_prompt_length + limit) * WASTE
-    )
+    return token_bytes(policy.settings, policy.trained.dtype.itemsize) * (cfg.data.max_prompt_length + limit)
 
 
 def fitting_together(count: int, each: int, memory: int | None, ranks: int = 1) -> int:

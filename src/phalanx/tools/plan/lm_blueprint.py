@@ -26,9 +26,10 @@ from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.composite import text_part
+from phalanx.models.lm.kv_rows import CACHE
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import causal_lm
-from phalanx.models.lm.model import CACHE, DTYPES, CausalLM
+from phalanx.models.lm.model import DTYPES, CausalLM
 from phalanx.models.lm.packing import Row
 from phalanx.models.stored import cast_weights
 from phalanx.rollout.lm.decode import Decoding, draw
@@ -150,7 +151,6 @@ class PlannedLMRollout(LMRollout):
     """The longest samples, decoded only if the policy's own modules do it."""
 
     policy: PlannedLMPolicy
-    waste = 1.0  # columns of the cache per token of a sample
     most = 0  # states of a sample in a pass, of block diffusion
 
     @contextmanager
@@ -220,7 +220,7 @@ class PlannedLMRollout(LMRollout):
             shown = list(dict.fromkeys(looks))[: len(ids)]
             given, _ = self.policy.vision.prefill(ids, torch.ones(ids.shape, dtype=torch.long), shown)
         forward(input_ids=ids, **given, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        full = self._filled_cache(cache, count, round(self.waste * (length - 1)))
+        full = self._filled_cache(cache, count, length - 1)
         del cache
         at = torch.full((count, 1), length - 1, device=META)
         out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)

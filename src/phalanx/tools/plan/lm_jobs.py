@@ -7,7 +7,6 @@ from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.rollout.lm.policy_session import WASTE
 from phalanx.rollout.lm.together import cache_bytes, fitting_together
 from phalanx.run.block_diffusion_sft import Example, Training
 from phalanx.run.lm_kind import LM, as_planned, scoring
@@ -46,10 +45,6 @@ def rehearsed(kind: LM, cluster: Cluster, plan: BatchPlan, *, teaches: bool, lea
     make = PlannedBlockRollout if blocks else PlannedLMRollout
     rollout = make(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
     rollout.facts, rollout.most = cfg.rollout.facts, cfg.most_states if blocks else 0
-    # samples that wait for an answer, or begin while others are drawn, have empty columns
-    refills = some is None if cfg.rollout.refill is None else cfg.rollout.refill
-    if cfg.talks or (refills and plan.rollout_micro < plan.per_rank):
-        rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         prompts = longest_prompts(policy, plan.samples // cfg.rollout.n)
         teachers: dict[str, LoadedTeacher] = {}
