@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lm_shapes
 import step
 import torch
 from gpu_fast import COMPILE, LARGE, ON_CPU, QWEN, ROOT, SD3, flow_words, lm_words
@@ -35,6 +36,7 @@ from phalanx.functional.block_states import States
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.flex import block_mask, one_graph
 from phalanx.run import rl, world
+from phalanx.tools.numerics import EXACT, measure
 
 LIMIT = 1e-5  # of |ratio - 1|: a tenth of the clip range of the recipes
 OFF = 0.03  # of attention in bfloat16, relative to the largest value
@@ -261,6 +263,26 @@ def log_probs(kind: str, pack: bool) -> Tensor:
     return scored.float().cpu()
 
 
+def numerics() -> Lines:
+    """The check of `phalanx numerics`: the kernels that draw samples beside those that train on them."""
+    jobs = {"Qwen-Image": flow_words(QWEN, 4), "Qwen2.5-7B's widths": two_layers()}
+    jobs["Qwen2.5-7B's widths in float32"] = two_layers("model.dtype=float32")
+    for name, words in jobs.items():
+        title = f"sampler off from trainer, {name}"
+        yield from tried(title, partial(apart, title, words))
+
+
+def apart(title: str, words: list[str]) -> Lines:
+    """The sampler's largest deviation. Fails if the log-probs that the loss takes, which rescoring mends, are off."""
+    _, cfg = step.parse(words)
+    with lm_shapes.random_weights():
+        row = measure(cfg, None)[0]
+    sampler, old, clip = row["sampler"], row["old"], row["clip_range"]
+    note = f"median {sampler['median']:.0e}, {100 * sampler['actions_clipped']:.2g} % beyond {clip:g}, "
+    note += f"KL {sampler['k3']:.0e}; the loss's {old['largest']:.0e}"
+    yield Line(title, old["largest"] <= EXACT * clip, sampler["largest"], "", note, {"numerics": row})
+
+
 def fsdp() -> Lines:
     """FSDP2 over one rank with the real backend, compared with the same step without it; and resuming a checkpoint."""
     norm = first_row(flow_words(QWEN, 4))["actor/grad_norm"]
@@ -361,6 +383,7 @@ STAGES = {
     "attention": Stage("right", attention, 15, 60),
     "packed": Stage("right", packed, 40, 80),
     "exact": Stage("right", exact, 75, 130),
+    "numerics": Stage("right", numerics, 25, 60),
     "fsdp": Stage("right", fsdp, 50, 100),
     "compile": Stage("right", compiled, 60, 120),
     "kill": Stage("right", kill, 20, 160),

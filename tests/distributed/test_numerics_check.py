@@ -20,6 +20,7 @@ from tests.helpers.jobs import base_overrides, tiny_config
 from tests.helpers.lm import lm_overrides
 from tests.helpers.ranks import run_ranks
 
+JOINT = "configs/joint/quickstart.yaml"
 TIMES = ("sample_s", "replay_s", "memory_gb")
 
 
@@ -105,6 +106,29 @@ def test_decoding_with_a_cache_differs_from_scoring_by_rounding(lm_folder: Path,
     assert 0 < jobs[BASE]["sampler"]["largest"] < 1e-4 < jobs["bf16"]["sampler"]["largest"]
     assert jobs["packed"]["beside"]["equal_samples"] == 16 and jobs["packed"]["beside"]["replay_off"] < 1e-4
     assert result["verdict"].startswith("Sound: |ratio - 1| is at most ")
+
+
+@pytest.mark.parametrize("part", [pytest.param("writer", marks=pytest.mark.full), "painter"])
+def test_a_joint_run_is_checked_part_by_part(part: str, tmp_path: Path) -> None:
+    """The writer's kernels decode, and its modules score; the painter's are exact. Neither job has the other's sections."""
+    keys = ["data.train_batch_size=1", "writer.rollout.n=4", "writer.actor.ppo_mini_batch_size=1"]
+    keys += ["writer.actor.ppo_micro_batch_size_per_gpu=4", "painter.actor.ppo_mini_batch_size=4"]
+    keys += ["painter.actor.ppo_micro_batch_size_per_gpu=8"]
+    cfg = CheckNumericsConfig(config=JOINT, part=part, keys=keys, output_dir=str(tmp_path / "numerics"))
+    (result,) = run_ranks(check, 1, cfg)
+    row = result["jobs"][BASE]
+    assert row["unit"] == {"writer": "token", "painter": "denoising step"}[part]
+    assert result["verdict"].startswith({"writer": "Sound: ", "painter": "Exact: "}[part])
+
+
+def test_a_joint_run_needs_a_part() -> None:
+    with refused(f"part: {JOINT} is of a joint run; expected writer or painter"):
+        NumericsCheck(CheckNumericsConfig(config=JOINT))
+    with refused(
+        "keys: writer.rollout.n: 1 leaves writer.algorithm.name=grpo nothing to compare a sample with; set it to at "
+        "least 2, or writer.algorithm.name=ppo, which needs no groups"
+    ):
+        NumericsCheck(CheckNumericsConfig(config=JOINT, part="writer", keys=["writer.rollout.n=1"]))
 
 
 def row(largest: float, old: float, seconds: float = 1.0, correction: str | None = None) -> dict[str, Any]:

@@ -201,12 +201,14 @@ def day(folder: Path, *args: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.full
 def test_the_stages_run_on_a_cpu(tmp_path: Path) -> None:
-    stages = ("facts", "attention", "packed", "fsdp", "qwen60", "lm05", "trl", "lm05c", "transfers")
+    stages = ("facts", "attention", "packed", "numerics", "fsdp", "qwen60", "lm05", "trl", "lm05c", "transfers")
     lines = day(tmp_path, "--only", *stages)
     passed = [name for (_, name), row in lines.items() if row["good"]]
     assert {"flash, no mask", "packed by sdpa, off from padded", "TRL, Qwen2.5-0.5B"} <= set(passed)
     ratios = [row["value"] for (_, name), row in lines.items() if "ratio - 1" in name and row["good"]]
     assert len(ratios) == 6 and not any(ratios)
+    off = {name: row["value"] for (stage, name), row in lines.items() if stage == "numerics" and row["good"]}
+    assert off.pop("sampler off from trainer, Qwen-Image") == 0 and len(off) == 2 and min(off.values()) > 0
     assert lines["fsdp", "FSDP2, both offloads, resumed: other tensors"]["good"]
     step = lines["lm05", "Qwen2.5-0.5B"]["more"]["step"]
     assert step["responses"] == 8 and step["planned_gb"] > 0 and step["ms_per_pass"] > 0

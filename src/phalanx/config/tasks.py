@@ -264,8 +264,15 @@ class CheckNumericsConfig:
 
     config: Optional[str] = arg(
         None,
-        "configuration file of tasks/train_flowgrpo.py or tasks/train_grpo.py; null: their defaults, with `keys`",
+        "configuration file of tasks/train_flowgrpo.py, tasks/train_grpo.py or, with `part`, tasks/train_joint.py; "
+        "null: their defaults, with `keys`",
         path=True,
+    )
+    part: Optional[str] = arg(
+        None,
+        "the policy of a joint run that is checked; the painter paints the prompts of the data, not rewritten ones; "
+        "null: the configuration is of one policy",
+        choices=("writer", "painter"),
     )
     keys: list[str] = arg([], "overrides of that configuration, such as [model.path=my_model, rollout.n=4]")
     variants: dict[str, list[str]] = arg(

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowRLConfig
+from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.inside import write_inside
+from phalanx.config.joint import WRITER, JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig
@@ -99,7 +100,13 @@ class NumericsCheck:
         still = [f"trainer.{key}" for key in STILL]
         place = f"trainer.output_dir={self.folder / 'jobs' / name.replace(' ', '_')}"
         with _named(name):
-            job: RLConfig = load_config(self.schema, self.cfg.config, [*keys, *still, place])
+            loaded: Any = load_config(self.schema, self.cfg.config, [*keys, *still, place])
+        job: RLConfig = loaded
+        if isinstance(loaded, JointConfig):
+            assert self.cfg.part is not None
+            job = loaded.parts()[self.cfg.part]
+            if self.cfg.part == WRITER:  # pictures are rewarded, which the writer does not make; none is computed
+                job.reward.functions = [FlowRewardFunctionConfig(name="length")]
         job.data.val_files = []
         if vars(job).get("placement"):
             raise ConfigError("keys: placement: ranks that only sample have no trainer; leave it out")
@@ -120,15 +127,20 @@ def _named(job: str, error: type[Exception] = ConfigError) -> Iterator[None]:
         raise error(f"{'keys' if job == BASE else f'variants: {job}'}: {mistake}") from mistake
 
 
-def _schema_of(cfg: CheckNumericsConfig) -> type[RLConfig]:
+def _schema_of(cfg: CheckNumericsConfig) -> Any:
     """The schema of the configuration, which is that of language models if it fits both."""
+    if cfg.part is not None:
+        return JointConfig
     problems = []
-    for schema in (LMRLConfig, FlowRLConfig):
+    for schema in (LMRLConfig, FlowRLConfig, JointConfig):
         try:
             load_config(schema, cfg.config, cfg.keys)
-            return schema
         except ConfigError as error:
             problems.append(str(error))
+            continue
+        if schema is JointConfig:
+            raise ConfigError(f"part: {cfg.config} is of a joint run; expected writer or painter")
+        return schema
     if problems[0] == problems[1]:
         raise ConfigError(f"config: {problems[0]}")
     raise ConfigError(f"config: {cfg.config} is of neither kind: {problems[0]}; as one of a flow model: {problems[1]}")
