@@ -148,6 +148,9 @@ def test_long_contexts_are_cut(lm_folder: Path, tmp_path: Path) -> None:
 def test_what_is_refused(lm_folder: Path, tmp_path: Path) -> None:
     with refused("algorithm.context: expected some of column, peer, environment, reward, got ['word']"):
         config(lm_folder, tmp_path, "algorithm.context=[word]")
+    with refused("algorithm.context_forms: expected texts with {text}, each once, by names of column, peer, "
+                 "environment, reward, got {'peers': '{text}'}"):  # fmt: skip
+        config(lm_folder, tmp_path, "algorithm.context_forms={peers: '{text}'}")
     cfg = config(lm_folder, tmp_path)
     text = (tmp_path / "judged.py").read_text().replace("feedback=said", "feedback=said[1:]")
     (tmp_path / "judged.py").write_text(text)
