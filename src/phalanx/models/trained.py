@@ -151,17 +151,18 @@ class TrainedModel:
         """
         from phalanx.models.shared_base import share_layers
 
-        models = [self]
-        self.shares = shares and not any(isinstance(p, DTensor) for p in self.parameters.values())
+        models, whole = [self], not any(isinstance(p, DTensor) for p in self.parameters.values())
+        self.shares = shares and whole
         for adapter, sharded in enumerate(self._others, start=1):
             other = copy.copy(self)
             other.adapter, other._weights, other.module = adapter, {}, sharded.module
             other.sharded, other.parameters = sharded, sharded.parameters
             models.append(other)
-        if self.shares:
+        if whole:
             share_layers([model.module for model in models])
-            for model in models:  # all of them may be within `unsharded` at once, each with a whole copy of the base
-                model.sharded.config = replace(model.sharded.config, rollout_unsharded=False)
+        for model in models if self.shares else ():
+            # all of them may be within `unsharded` at once, each with a whole copy of the base
+            model.sharded.config = replace(model.sharded.config, rollout_unsharded=False)
         return models
 
     def unsharded(self) -> AbstractContextManager[None]:

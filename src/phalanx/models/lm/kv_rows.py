@@ -120,6 +120,11 @@ class KVRows:
         return {"attention_mask": visible[:, None], CACHE: self.cache}
 
 
+def holds_rows(cache: Any) -> bool:
+    """Whether it is the cache of a KVRows."""
+    return cache is not None and any(isinstance(layer, _Layer) for layer in cache.layers)
+
+
 class Columns:
     """Samples that begin together as rows of prompts that were read into `cache` with a mask [P, L], left-padded."""
 

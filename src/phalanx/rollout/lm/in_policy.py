@@ -20,6 +20,7 @@ from phalanx.distributed.passes import Passes
 from phalanx.functional.aggregation import Mean
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace, Truncation
+from phalanx.models.lm.joined_steps import decoding_forward
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.policy_session import PolicySession
@@ -246,7 +247,8 @@ class LMRollout:
         prefill = None if vision is None else vision.prefill
         options = {"scores": not self.exact, "masks": module.masks, "eager": self.config.enforce_eager}
         rows, settings = self.micro_batch_size, self.policy.settings
-        return PolicySession(module, settings, self.world.device, rows, prefill, **options)
+        forward = decoding_forward(self.policy.trained)
+        return PolicySession(forward, settings, self.world.device, rows, prefill, **options)
 
     @contextmanager
     def decoding_scores(self) -> Iterator[None]:
