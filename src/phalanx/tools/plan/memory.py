@@ -149,8 +149,11 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     runs = len(p.cfg.runs)
     for name in ("trained weights", *on_device) if runs else ():  # of a sweep, each of whose runs has a LoRA
         held[name] *= runs
-    if runs and p.kind.shares:
-        phases = [phase.times(runs) for phase in phases]
+    whole = policy.layout.width == 1 or p.cfg.parallel.lora_sharding == "replicate"
+    for i, phase in enumerate(phases if runs else ()):
+        decodes = p.policy.tokens and phase.name.endswith(": sample") and policy.layout.width == 1
+        if decodes or (p.kind.shares and whole):
+            phases[i] = phase.times(runs)
     some = [{name: size for name, size in sizes.items() if size} for sizes in (held, host)]
     return Memory(some[0], phases, some[1], reward)
 
