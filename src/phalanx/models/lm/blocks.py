@@ -42,7 +42,8 @@ class BlockDiffusionLM(CausalLM):
         With `right`, log-probability, entropy, and [N] 1 where the token is the most likely one. Without `states`,
         the language model's own forward, with a bool attention_mask [B, 1, Q, K].
         """
-        set_checkpointing(self, states is not None and torch.is_grad_enabled())
+        if self.recomputes:
+            set_checkpointing(self, states is not None and torch.is_grad_enabled())
         if states is None:
             with self._for_decoding():
                 return self.lm(**decoding | {"attention_mask": self._attention_mask(decoding["attention_mask"])})

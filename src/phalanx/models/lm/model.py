@@ -61,15 +61,15 @@ class CausalLM(nn.Module):
         returned after the scores; it is computed by `truncation` if only that is given. looks: see TokenTrace. Without
         `ids` and `predicting`, the keywords in `decoding` go to the language model's own forward.
         """
+        if self.recomputes:
+            set_checkpointing(self, predicting is not None and torch.is_grad_enabled())
         if ids is None or predicting is None:
-            set_checkpointing(self, False)
             real = decoding.get("attention_mask")
             if self.masks and real is not None and decoding["input_ids"].shape[1] == 1:
                 decoding["attention_mask"] = real.bool()[:, None, None]  # [B, 1, 1, columns]
             if looks is not None:
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
-        set_checkpointing(self, torch.is_grad_enabled())
         output, share = outputs_at(self, decoder_of(self.lm), ids, predicting, row, looks)
         tokens, head = ids[:, 1:][predicting], self.head(output)
         tokens = tokens if share is None else tokens[share.local]
@@ -135,8 +135,6 @@ def set_checkpointing(model: Any, on: bool) -> None:
 
     model: a CausalLM or a ValueLM, whose other modules stay in evaluation mode.
     """
-    if not model.recomputes:
-        return
     blocks = model.blocks()[: model.recomputes]
     if model.vision is not None and not model.vision.frozen:
         blocks += model.vision.blocks()
