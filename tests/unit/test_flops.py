@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.telemetry.flops import forward_flops, named_peak_flops, peak_flops, step_flops
+from phalanx.telemetry.flops import forward_flops, named_peak_flops, peak_flops
+from phalanx.telemetry.step_metrics import step_flops
 
 
 def linear(rows: int, inputs: int, outputs: int) -> int:

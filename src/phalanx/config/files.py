@@ -5,7 +5,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
     if len(content) > limit >= 0:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return content
+
+
+@contextmanager
+def reading(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """Turn an OSError of the block into an error of this kind, in one line: `what` cannot be read, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} cannot be read: {error.strerror}") from None
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -17,6 +17,13 @@ def known_modules(package: str) -> list[str]:
     return sorted(p.stem for folder in folders for p in Path(folder).glob("*.py") if not p.stem.startswith("_"))
 
 
+def built_in(package: str, name: str) -> Any:
+    """The object of a module of `package` that has the module's name: a class in CamelCase, or a function."""
+    names = vars(importlib.import_module(f"{package}.{name}"))
+    camel = "".join(map(str.capitalize, name.split("_")))
+    return names[camel] if camel in names else names[name]
+
+
 def resolve_registry(package: str, name: str, key: str) -> Any:
     """Resolve `name`: a module of `package`, a dotted module or path/to/file.py; with `:Name` added, an object in it.
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.config.files import kind, parse_json, read_bytes
+from phalanx.config.files import kind, parse_json, read_bytes, reading
 from phalanx.config.messages import cut, reason
 from phalanx.data.parquet import GROWTH, ROW, UNPACKED, check_unpacked, reading_parquet, unpacked
 from phalanx.data.parquet import DataError as DataError
@@ -65,7 +65,7 @@ def _find_sources(file: str, key: str) -> list[Source]:
     if not file.strip():  # an empty path would be the current folder
         raise DataError(f"{key}: {file!r} names no file; expected {FORMATS}")
     path = Path(file)
-    try:
+    with reading(f"{key}: {cut(file)}", DataError):
         form = kind(path)
         if form == "file":
             return [(path.expanduser(), None)]
@@ -82,8 +82,6 @@ def _find_sources(file: str, key: str) -> list[Source]:
             if not matches:
                 raise DataError(f"{key}: {file} matches no file")
             return [(match, None) for match in matches]
-    except OSError as error:
-        raise DataError(f"{key}: {cut(file)} cannot be read: {error.strerror}") from None
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, 1)
     hint = f"did you mean {path.parent / near[0]}?" if near else f"expected {FORMATS}"
@@ -169,19 +167,15 @@ def _raise_error(error: DataError) -> None:
 
 def _check_regular(path: Path, place: str) -> None:
     """Raise DataError for a pipe, a socket or a device, of which a read might never end, also in a dataset's folder."""
-    try:
+    with reading(place, DataError):
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             kind(file)
-    except OSError as error:
-        raise DataError(f"{place} cannot be read: {error.strerror}") from None
 
 
 def _text_lines(path: Path, place: str, drop: Callable[[DataError], None]) -> Iterator[tuple[str, str]]:
     """Iterate over the lines that are not blank, each with its place. drop: see `read`."""
-    try:
+    with reading(place, DataError):
         content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise DataError(f"{place} cannot be read: {error.strerror}") from None
     # not str.splitlines, because separators other than newlines may be part of a prompt
     for number, raw in enumerate(content.split(b"\n"), 1):
         where = f"{place}:{number}"

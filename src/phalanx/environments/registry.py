@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.config.arguments import check_arguments
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError, cut, nearest, place, reason
-from phalanx.config.registry import known_modules, object_forms, resolve_object
+from phalanx.config.registry import built_in, known_modules, object_forms, resolve_object
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
 
@@ -160,7 +160,7 @@ def _built_in(name: str, key: str) -> Any:
         raise ConfigError(
             f"{key}={name!r} is not built in{hint} built in: {', '.join(known)}; or give {_expected_forms()}"
         )
-    return vars(importlib.import_module(f"{BUILT_IN}.{name}"))["".join(map(str.capitalize, name.split("_")))]
+    return built_in(BUILT_IN, name)
 
 
 def _make_instance(factory: type, kwargs: dict[str, Any], key: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 import math
 import numbers
+from contextlib import suppress
 from typing import Any
 
 from PIL import Image
@@ -166,12 +167,12 @@ def number_of(value: Any, what: str) -> float:
     """A reward as a number; 0 for None. Raises Odd for a value that is not a finite number."""
     if value is None:
         return 0.0
-    if not isinstance(value, numbers.Real) and type(value).__module__ not in ("numpy", "torch"):
+    number: float | None = None
+    if isinstance(value, numbers.Real) or type(value).__module__ in ("numpy", "torch"):
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            number = float(value)
+    if number is None:
         raise Odd(f"{what} returned the reward {cut(repr(value))}; expected a number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise Odd(f"{what} returned the reward {cut(repr(value))}; expected a number") from None
     if not abs(number) < float("inf"):
         raise Odd(f"{what} returned the reward {number}; expected a finite number")
     return number

@@ -12,7 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.files import kind, parse_json, read_bytes
+from phalanx.config.files import kind, parse_json, read_bytes, reading
+from phalanx.config.messages import cut
 
 MOST = 1e8  # limit of any number in a configuration
 MOST_LAYERS = 10_000
@@ -32,12 +33,13 @@ def check_files(folder: Path, key: str = "model.path") -> None:
     which libraries would wait for, or read whole.
     """
     for file in sorted(folder.iterdir()):
-        try:
-            if kind(file) == "file" and file.suffix not in _WEIGHTS and file.stat().st_size > MOST_BYTES:
-                raise ValueError(f"{key}: {file} has {file.stat().st_size} bytes; expected at most {MOST_BYTES}")
-        except OSError as error:
-            raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
-        if file.suffix == ".json" and kind(file) == "file":
+        with reading(f"{key}: {file}"):
+            form = kind(file)
+        if form != "file":
+            continue
+        if file.suffix not in _WEIGHTS and file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{key}: {file} has {file.stat().st_size} bytes; expected at most {MOST_BYTES}")
+        if file.suffix == ".json":
             changed = file.stat()
             _check_json(file, key, changed.st_mtime_ns, changed.st_size)
 
@@ -46,10 +48,8 @@ def check_files(folder: Path, key: str = "model.path") -> None:
 def _check_json(file: Path, key: str, changed: int, size: int) -> None:
     """Raise ValueError for a JSON file of absurdly many values, or a tokenizer whose texts would grow absurdly."""
     most = MOST_TOKENS if file.name in ("tokenizer.json", "vocab.json") else MOST_VALUES
-    try:
+    with reading(f"{key}: {file}"):
         content = read_bytes(file, MOST_BYTES)
-    except OSError as error:
-        raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
     values = content.count(b",") + content.count(b"[") + content.count(b"{")
     if values > most:
         raise ValueError(f"{key}: {file} has about {values} values; expected at most {most}")
@@ -76,14 +76,14 @@ def _growth(part: Any) -> float:
 
 def read_json(file: Path, key: str = "model.path") -> Any:
     """The content of a JSON file; raises ValueError with the config `key` of its folder and the error's position."""
+    with reading(f"{key}: {file}"):
+        content = read_bytes(file, MOST_BYTES)
     try:
-        return parse_json(read_bytes(file, MOST_BYTES).decode("utf-8"))
+        return parse_json(content.decode("utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{key}: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{key}: {file} is not valid JSON: it is not UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{key}: {file} is not valid JSON: {error}") from None
 
@@ -116,6 +116,23 @@ def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[in
     except (SafetensorError, OSError, MemoryError) as error:
         raise ValueError(f"{key}: {file} is damaged or cut short: {error}") from None
     return parts
+
+
+def local_folder(path: str, key: str, single: str) -> Path | None:
+    """The folder at `path`; None for what may be a hub id. Raises ValueError, which begins with `key`, for a path that
+    is neither; `single`: the expectation that a single file does not meet.
+    """
+    try:
+        form = kind(Path(path))
+    except OSError as error:
+        raise ValueError(f"{key}: {cut(path)}: {error.strerror}") from None
+    if form == "file":
+        raise ValueError(f"{key}: {path!r} is a single file; expected {single}")
+    if form == "folder" and path:
+        return Path(path).expanduser()
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ValueError(f"{key}: {path!r}: no such folder")
+    return None
 
 
 def require(part: Path, *names: str, key: str = "model.path") -> None:

@@ -18,10 +18,10 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
+from phalanx.models.compiling import OneGraph
 from phalanx.models.linear import DOWN, ONEDNN, UP, dequantized, preferred, quantize_layers, unfuse_biases, use_onednn
 from phalanx.models.lora import add_lora, lora_alpha, lora_off
 from phalanx.models.meeting import here
-from phalanx.models.one_graph import OneGraph
 
 
 @dataclass(frozen=True)

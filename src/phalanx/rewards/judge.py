@@ -1,11 +1,12 @@
 """Base classes of rewards that ask a model about each image or completion, or about pairs of them."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.config.messages import cut, reason
+from phalanx.config.messages import cut
 from phalanx.config.templates import WIDEST, too_wide
-from phalanx.rewards.base import RewardError, RewardOutput, RewardWithExtras
+from phalanx.rewards.base import RewardOutput, RewardWithExtras, blamed
 from phalanx.types import Prompt
 
 
@@ -62,12 +63,10 @@ def checked_template(template: str) -> str:
     return template
 
 
-def no_question(name: str, prompt: Prompt, error: BaseException) -> RewardError:
-    """The error for a judge whose code raised `error` when it was to write a question about samples of a prompt."""
+def asking(name: str, prompt: Prompt) -> AbstractContextManager[None]:
+    """A context in which a judge's code writes a question about samples of a prompt; see `blamed`."""
     columns = ", ".join(prompt.meta) or "no columns"
-    return RewardError(
-        f'reward {name!r} has no question: {reason(error)} on the prompt "{prompt.text}"; its data has {columns}'
-    )
+    return blamed(name, f'the prompt "{prompt.text}"; its data has {columns}', "has no question:")
 
 
 class ParsedAnswers(RewardWithExtras):

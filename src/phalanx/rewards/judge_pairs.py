@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import reason
 from phalanx.distributed.collectives import all_gather_object, exchange
 from phalanx.distributed.seed import fold_in
 from phalanx.engines.loading import Question
-from phalanx.rewards.base import RewardError
-from phalanx.rewards.judge import PairJudge, no_question
+from phalanx.rewards.base import RewardError, blamed
+from phalanx.rewards.judge import PairJudge, asking
 from phalanx.types import Prompt, copied
 
 Ask = Callable[[list[bytes], list[Question]], list[str]]
@@ -163,7 +162,7 @@ class Comparison:
         for pair in pairs:
             subject = self._asked_about(pair)
             prompt, meta = subject.prompt, copied(subject.prompt.meta)
-            try:
+            with asking(name, prompt):
                 if prompt.group_id not in numbers:  # the data's images are read only once for all pairs
                     numbered(prompt.group_id, subject.prompt_files or _source_files(judge, prompt))
                 seen = numbers[prompt.group_id]
@@ -174,8 +173,6 @@ class Comparison:
                     if len(files[pair.first]) > 1:
                         meta |= {"frames": len(files[pair.first])}
                 questions.append((seen, judge.question(prompt.text, meta)))
-            except (Exception, SystemExit) as error:  # whatever the user's code raises
-                raise no_question(name, prompt, error) from error
         return shown, questions
 
     def _asked_about(self, pair: Pair) -> Subject:
@@ -185,10 +182,8 @@ class Comparison:
     def _parse_verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
         """The share of a pair that its first sample wins, given the answer; None if it cannot be parsed."""
         prompt = self._asked_about(pair).prompt
-        try:
+        with blamed(name, f'the prompt "{prompt.text}"'):
             verdict = judge.parse(answer, prompt.text, copied(prompt.meta))
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise RewardError(f'reward {name!r} raised {reason(error)} on the prompt "{prompt.text}"') from error
         if verdict is not None and not (isinstance(verdict, int | float) and 0 <= verdict <= 1):
             raise RewardError(
                 f"reward {name!r}: parse returned {verdict!r}; expected 1 for the first sample, 0 for the second, 1/2 "

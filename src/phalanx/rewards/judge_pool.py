@@ -20,7 +20,7 @@ from phalanx.engines.loading import Question
 from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, objection_of
 from phalanx.rewards.call import DaemonPool
-from phalanx.rewards.judge import Judge, PairJudge, no_question
+from phalanx.rewards.judge import Judge, PairJudge, asking
 from phalanx.rewards.judge_model import RewardModel
 from phalanx.rewards.judge_pairs import Comparison, Subject
 from phalanx.types import Outputs, Prompt, copied
@@ -259,11 +259,9 @@ def _questions_of(name: str, judge: Judge, forgives: bool, prompt: Prompt, compl
     if forgives and objection_of(judge, prompt.text, prompt.meta) is not None:
         return None, []
     text = {} if completion is None else {"completion": completion}
-    try:
+    with asking(name, prompt):
         first = judge.opening(prompt.text, copied(prompt.meta) | text) if judge.opens else None
         questions = judge.questions(prompt.text, copied(prompt.meta) | text)
         if not isinstance(questions, list) or not questions:
             raise TypeError(f"questions returned {questions!r}; expected a list of at least one text")
-        return first, questions
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise no_question(name, prompt, error) from error
+    return first, questions

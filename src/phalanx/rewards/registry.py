@@ -1,7 +1,6 @@
 """Builds callables from `reward.functions`; mistakes are ConfigErrors that name the entry and what was expected."""
 
 import functools
-import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 from phalanx.config.arguments import check_arguments, signature_of
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.config.messages import ConfigError, nearest, reason
-from phalanx.config.registry import known_modules, object_forms, resolve_object
+from phalanx.config.registry import built_in, known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.advantage import Share
 from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
@@ -209,17 +208,15 @@ def _find_reward(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any
             raise ConfigError(f"{key}.path={cfg.path!r} is of type {kind}; expected a function or a class")
         return reward, cfg.path.rpartition(":")[2]
     known = _known_rewards()
-    built_in = ", ".join(known)
+    names = ", ".join(known)
     if cfg.name is None:
-        raise ConfigError(f"{key} has neither name nor path; give name (built in: {built_in}) or path ({FORMS})")
+        raise ConfigError(f"{key} has neither name nor path; give name (built in: {names}) or path ({FORMS})")
     if cfg.name not in known:
         hint = nearest(cfg.name, list(known)) or ";"
         raise ConfigError(
-            f"{key}.name={cfg.name!r} is not a built-in reward{hint} built in: {built_in}; or give path: {FORMS}"
+            f"{key}.name={cfg.name!r} is not a built-in reward{hint} built in: {names}; or give path: {FORMS}"
         )
-    names = vars(importlib.import_module(f"{known[cfg.name]}.{cfg.name}"))
-    camel = "".join(map(str.capitalize, cfg.name.split("_")))
-    return (names[camel] if camel in names else names[cfg.name]), cfg.name
+    return built_in(known[cfg.name], cfg.name), cfg.name
 
 
 def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect.Signature:

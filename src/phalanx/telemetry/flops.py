@@ -1,9 +1,8 @@
-"""The floating-point operations of a training step, and the peak rate of the device.
+"""The floating-point operations of a forward pass, and the peak rate of the device.
 
-Model FLOPs utilisation is `step_flops(...) / (step_seconds * ranks * peak_flops(...))` without checkpointing; hardware
-FLOPs utilisation includes the recomputation by checkpointing. A multiplication and an addition count as two operations.
-Only matrix products, convolutions and attention are counted (the operations that torch's counter supports); norms,
-activations and rotary embeddings are memory-bound and below one per cent of a transformer.
+A multiplication and an addition count as two operations. Only matrix products, convolutions and attention are counted
+(the operations that torch's counter supports); norms, activations and rotary embeddings are memory-bound and below one
+per cent of a transformer.
 """
 
 import statistics
@@ -84,44 +83,6 @@ def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str,
             module(**given)
     COUNTED[key] = counter.get_total_flops()
     return COUNTED[key]
-
-
-def step_flops(
-    forward: int,
-    *,
-    samples: int,
-    lora: bool,
-    checkpointing: float,
-    steps: int = 0,
-    window: int = 1,
-    cfg: bool = False,
-    updates_per_sample: float = 1,
-    references: float = 0,
-    detach_uncond: bool = False,
-) -> int:
-    """FLOPs of a training step on all ranks, given the `forward` FLOPs of one sample and one guidance branch. The
-    defaults are those of supervised training.
-
-    With `branches` = 2 under classifier-free guidance (otherwise 1), the cost of each sample in forward passes is:
-
-    - rollout: `steps * branches`;
-    - each of `references`, the passes of a sample with other weights: `window * branches`;
-    - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps: `branches` for the
-      replay, and for every branch with a gradient (one of two if `detach_uncond`) 2 for the backward pass of a full
-      fine-tune or 1 for a LoRA, plus `checkpointing`, the fraction of the blocks that is recomputed.
-
-    A LoRA needs gradients of activations but not of the frozen weights, which is half of a backward pass. Not counted:
-    the LoRA's own products (about rank / width), attention's backward pass beyond that half (its inputs are
-    activations, so a LoRA saves nothing there), the VAE, the text encoders and the reward. The utilisation is therefore
-    a lower bound.
-    """
-    branches = 2 if cfg else 1
-    grad_branches = 1 if detach_uncond else branches
-    backward = (1 if lora else 2) + checkpointing
-    rollout = steps * branches
-    others = references * window * branches
-    update = window * (branches + grad_branches * backward)
-    return round(forward * samples * (rollout + others + updates_per_sample * update))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

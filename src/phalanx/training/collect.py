@@ -104,8 +104,10 @@ class Collector:
             samples = samples if self.tell is None else self.tell(samples, reward, [])
             return samples, reward, self.rollout.metrics(samples, reward)
         with self.timers("reward"):  # only waits for the last scores: most were computed during sampling
-            terms = self._gather_terms() | self._policy_terms(reward_set, samples)
-        feedback = self._gather_feedback()
+            terms = self._gather_terms()
+            if reward_set.of_policies:
+                terms |= self._policy_terms(reward_set, samples)
+        feedback = [] if self.tell is None else self._gather_feedback()
         reward, redrawn = self._combine_terms(reward_set, terms, step, samples), dict[str, float]()
         limit = max(self.cfg.rollout.max_num_gen_batches, self.cfg.rollout.max_draws_per_prompt)
         if limit > 1:
@@ -152,11 +154,13 @@ class Collector:
             with self.timers("reward"):
                 again, numbers = self._gather_terms(), all_gather(numbers)
             real = numbers >= 0
-            for number, text in zip(numbers.tolist(), self._gather_feedback(), strict=False):
+            texts = [] if self.tell is None else self._gather_feedback()
+            for number, text in zip(numbers.tolist(), texts, strict=False):
                 if number >= 0:
                     feedback[number] = text
-            drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
-            terms = drawn | self._policy_terms(reward_set, samples)
+            terms = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
+            if reward_set.of_policies:
+                terms |= self._policy_terms(reward_set, samples)
             reward = self._combine_terms(reward_set, terms, step, samples)
             redrawn += int(stale.sum())
         if redrawn > 0 and self.rescorer is not None:
@@ -198,12 +202,10 @@ class Collector:
 
     def _gather_feedback(self) -> list[str]:
         """The texts of rewards about the samples that all ranks submitted, in the order of ranks; empty for none."""
-        return list(chain(*all_gather_rows(self.rewards.feedback))) if self.tell is not None else []
+        return list(chain(*all_gather_rows(self.rewards.feedback)))
 
     def _policy_terms(self, reward_set: RewardSet, samples: Samples) -> dict[str, Tensor]:
         """The terms of the reward, each [N], that the policy itself computes, for all ranks' samples."""
-        if not reward_set.of_policies:
-            return {}
         terms = reward_set.of_policy(self.policy, samples, self.plan.passes_of(1))
         return {name: all_gather(values) for name, values in terms.items()}
 

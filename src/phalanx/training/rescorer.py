@@ -47,6 +47,9 @@ class Rescorer:
         self.cfg, self.plan, self.algorithm, self.policy = cfg, plan, algorithm, policy
         self.timers, self.progress, self.exact, self.scored_elsewhere = timers, progress, exact, scored_elsewhere
         self.between = between
+        # Ratios are not watched where the weights themselves differ, nor where rescoring would change nothing.
+        rescores = exact or (plan.by_tokens and cfg.rollout.correction != "none")
+        self.watches = rescores and algorithm.levels is None and cfg.rollout.schedule != "one_step_off"
 
     def __call__(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
         """Return the samples with old log-probabilities [B, A] of the policy, and rollout/... metrics. Samples that
@@ -91,14 +94,8 @@ class Rescorer:
         """Rescore from now on if the ratios of the policy's replay to its own rollout differ from 1 by more than a
         tenth of the clip range: rounding, and not what was learned, would clip them.
         """
-        if self.progress.rescoring or ERROR not in row:
-            return
-        if self.cfg.rollout.schedule == "one_step_off":  # the weights themselves differ there
-            return
-        if not self.exact and (not self.plan.by_tokens or self.cfg.rollout.correction == "none"):
-            return
         clip = self.algorithm.clip_range
-        if self.algorithm.levels is not None or row[ERROR] <= clip / 10:
+        if self.progress.rescoring or not self.watches or row.get(ERROR, 0.0) <= clip / 10:
             return
         self.progress.rescoring = True
         if self.policy.trained.world.rank == 0:

@@ -126,30 +126,18 @@ class Updater:
         self.planned_updates = plan.updates * plan.epochs
         self.peak_flops = peak_flops(world.device, policy.trained.dtype)
         self._counts = torch.zeros(2, dtype=torch.int64)  # trained actions and samples of the optimizer step
-
-    @property
-    def expected_passes(self) -> int:
-        """Forward and backward passes of a training step if all samples count; 0 if not known in advance."""
-        if self.plan.budget is not None or self.chunks > 1:
-            return 0
-        epochs = self.plan.epochs + (0 if self.critic is None else self.critic.epochs)
-        return epochs * self.plan.updates * self.plan.passes
+        # forward and backward passes of a training step if all samples count; 0 if not known in advance
+        epochs = plan.epochs + (0 if critic is None else critic.epochs)
+        self.expected_passes = 0 if plan.budget is not None or chunks > 1 else epochs * plan.updates * plan.passes
 
     # -- balancing of ranks ---------------------------------------------------------------------------------------
 
     def batches(self, samples: Samples, advantage: Tensor, counted: Tensor, units: Tensor, log: StepLog) -> Minibatches:
         """Build the Minibatches this rank trains; with `costs`, ranks first exchange samples to balance the work."""
-        updates, size = self.chunk_plan.updates, self.world.data_size
         whole_groups = self.algorithm.samples_per_unit == 0  # which are trained without samples that do not count
         divided = Units.of(units, counted, samples.index, self.world, partial=whole_groups)
-        if self.costs is not None and size > 1 and counted[units].any():
-            assert samples.tokens is not None, "samples that differ in cost have tokens"
-            local = torch.stack([torch.tensor(self.costs(samples), dtype=torch.float64), samples.tokens.double()], 1)
-            costs, tokens = all_gather(local)[units].sum(1).T  # [U] each, over all ranks
-            trained = torch.zeros(size, dtype=torch.float64).index_add(0, divided.ranks, tokens * divided.counted)
-            log.rows[-1]["perf/token_imbalance_drawn"] = float(trained.max() / trained.mean().clamp(min=1))
-            # all ranks know all costs, so each of them computes the same assignment of units to ranks
-            ranks = divided.balanced(costs, updates, size)
+        if self.costs is not None and self.world.data_size > 1 and counted[units].any():
+            ranks = self._balanced_ranks(self.costs(samples), samples, divided, units, log)
             if not ranks.equal(divided.ranks):
                 of_samples = torch.full((len(counted),), -1)
                 of_samples[units] = ranks[:, None].expand(units.shape)
@@ -166,6 +154,19 @@ class Updater:
         place = self.world.device
         return Minibatches(samples, of_rank, divided, place, corrects=corrects, pending=pending, counted=known)
 
+    def _balanced_ranks(
+        self, costs: list[float], samples: Samples, divided: Units, units: Tensor, log: StepLog
+    ) -> Tensor:
+        """[U] which rank trains each unit, given the costs of this rank's samples."""
+        assert samples.tokens is not None, "samples that differ in cost have tokens"
+        size = self.world.data_size
+        local = torch.stack([torch.tensor(costs, dtype=torch.float64), samples.tokens.double()], 1)
+        of_units, tokens = all_gather(local)[units].sum(1).T  # [U] each, over all ranks
+        trained = torch.zeros(size, dtype=torch.float64).index_add(0, divided.ranks, tokens * divided.counted)
+        log.rows[-1]["perf/token_imbalance_drawn"] = float(trained.max() / trained.mean().clamp(min=1))
+        # all ranks know all costs, so each of them computes the same assignment of units to ranks
+        return divided.balanced(of_units, self.chunk_plan.updates, size)
+
     # -- optimizer steps ------------------------------------------------------------------------------------------
 
     def optimizer_steps(self, batch: Minibatches, step: int) -> Iterator[list[Pass]]:
@@ -177,18 +178,21 @@ class Updater:
         warming_up = self.critic is not None and step < self.critic.warmup  # only the critic is trained
         for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
-                # forward process: x_t = (1 - t) x_0 + t noise; this epoch draws its own noise and t [B, W]
-                seed = self.cfg.trainer.seed
-                seeds = [fold_in(seed, step, int(i), "forward", epoch) for i in batch.samples.index]
-                batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
-                if self.score is not None:
-                    batch.score = partial(self.score, step=step)
-                batch.reference_outputs = self.reference_outputs(batch)
+                self._corrupt(batch, step, epoch)
             steps = self._epoch_steps(batch)
             # compute log pi_old in the same passes as the training if their shapes depend on the samples in them
             if epoch == 0 and self.rescorer.in_training and not batch.samples.on_policy:
                 batch.samples = self.rescorer.in_passes(batch.samples, [rows for passes in steps for rows, _ in passes])
             yield from steps
+
+    def _corrupt(self, batch: Minibatches, step: int, epoch: int) -> None:
+        """Forward process: x_t = (1 - t) x_0 + t noise; each epoch draws its own noise and t [B, W]."""
+        seed = self.cfg.trainer.seed
+        seeds = [fold_in(seed, step, int(i), "forward", epoch) for i in batch.samples.index]
+        batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
+        if self.score is not None:
+            batch.score = partial(self.score, step=step)
+        batch.reference_outputs = self.reference_outputs(batch)
 
     def _epoch_steps(self, batch: Minibatches) -> list[list[Pass]]:
         """The passes of each optimizer step of an epoch; with several chunks, this chunk's passes of one step."""

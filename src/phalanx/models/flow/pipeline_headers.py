@@ -7,9 +7,16 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.files import kind
 from phalanx.config.messages import cut, shown
-from phalanx.models.headers import check_files, check_numbers, check_weights, read_json, read_object, require
+from phalanx.models.headers import (
+    check_files,
+    check_numbers,
+    check_weights,
+    local_folder,
+    read_json,
+    read_object,
+    require,
+)
 
 LIBRARIES = ("diffusers", "transformers")
 # modules with components of single pipelines, by their names in a model_index.json
@@ -30,23 +37,13 @@ def local_index(path: str) -> dict[str, Any] | None:
 
     Raises ValueError for a path that is neither, and for a folder with a missing or damaged component.
     """
-    try:
-        form = kind(Path(path))
-    except OSError as error:
-        raise ValueError(f"model.path: {cut(path)}: {error.strerror}") from None
-    if form == "file":
-        raise ValueError(
-            f"model.path: {path!r} is a single file; expected a diffusers model folder, such as "
-            "from_single_file(file).save_pretrained(folder) of the pipeline's class writes"
-        )
-    if form == "folder" and path:
-        folder = Path(path).expanduser()
-        index = read_index(folder)
-        check_components(folder, index)
-        return index
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise ValueError(f"model.path: {path!r}: no such folder")
-    return None
+    written = "from_single_file(file).save_pretrained(folder) of the pipeline's class writes"
+    folder = local_folder(path, "model.path", f"a diffusers model folder, such as {written}")
+    if folder is None:
+        return None
+    index = read_index(folder)
+    check_components(folder, index)
+    return index
 
 
 def read_index(folder: Path) -> dict[str, Any]:

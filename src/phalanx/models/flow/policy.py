@@ -29,7 +29,7 @@ from phalanx.models.lora import start_from_lora
 from phalanx.models.meeting import seeds
 from phalanx.models.recompute import recompute
 from phalanx.models.trained import TrainedModel
-from phalanx.telemetry.flops import step_flops
+from phalanx.telemetry.step_metrics import step_flops
 from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ that keep a state which padding disturbs.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,61 @@ RESPONSE = 5  # last tokens of each that count as its response, and are decoded
 FLOAT32_BOUND, BFLOAT16_BOUND = 1e-4, 0.02
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Two short samples ids [2, T]: their `lengths`, the `counts` of their last tokens that are scored, the positions
+    `predicting` [2, T - 1] of these, and the `looks` of their images.
+    """
+
+    ids: Tensor
+    lengths: list[int]
+    counts: list[int]
+    predicting: Tensor
+    looks: list[Any]
+
+    @classmethod
+    def of(
+        cls, module: CausalLM, tokenizer: Any, device: torch.device, image_prompt: tuple[list[int], Any] | None
+    ) -> "Probe":
+        """Random tokens; the first sample has the prompt with an image, if one is given."""
+        rows = module.lm.get_input_embeddings().num_embeddings
+        ids, lengths, looks = _random_samples(tokenizer, rows).to(device), list(LENGTHS), [None, None]
+        counts = [length - 1 for length in lengths]
+        if image_prompt is not None:
+            prompt, looks[0] = torch.tensor(image_prompt[0], device=device), image_prompt[1]
+            lengths[0], counts[0] = len(prompt) + RESPONSE, RESPONSE
+            ids = pad(ids, (0, max(lengths) - ids.shape[1]))
+            ids[0] = torch.cat([prompt, ids[0, :RESPONSE]])
+        at, ends = torch.arange(1, ids.shape[1], device=device), torch.tensor(lengths, device=device)[:, None]
+        predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
+        return cls(ids, lengths, counts, predicting, looks)
+
+    def reference(self, module: CausalLM) -> Tensor:
+        """Log-probs of all scored tokens by the model's own forward over each sample."""
+        parts = []
+        for i, length in enumerate(self.lengths):
+            parts.append(_stock_log_probs(module, self.ids[i, :length], self.looks[i])[-self.counts[i] :])
+        return torch.cat(parts)
+
+    def log_probs(self, module: CausalLM, path: str) -> Tensor:
+        """Log-probs of all scored tokens, or only of the responses, by one of the paths."""
+        if path == CACHED:
+            return _decoded_log_probs(module, self.ids, self.lengths, self.looks)
+        if path == GROUPED:
+            return self._grouped_log_probs(module)
+        row = packing.Row.of(self.ids, self.lengths) if path == PACKED else None
+        scores: Tensor = module(self.ids, self.predicting, 1.0, row, looks=self.looks)[0]
+        return scores
+
+    def _grouped_log_probs(self, module: CausalLM) -> Tensor:
+        """By a row with each sample twice and its prompt once; returned are those of the second copies."""
+        twice = torch.tensor([0, 1, 0, 1], device=self.ids.device)
+        starts = [length - RESPONSE for length in self.lengths] * 2
+        row = packing.Row.of(self.ids[twice], self.lengths * 2, starts, [0, 1, 0, 1])
+        values: Tensor = module(self.ids[twice], self.predicting[twice], 1.0, row, looks=self.looks * 2)[0]
+        return values[len(values) // 2 :]
+
+
 def check_agreement(
     module: CausalLM,
     config: LMModelConfig,
@@ -50,16 +106,7 @@ def check_agreement(
     and its look (phalanx.models.lm.vision). Raises ValueError, in one line, if paths differ by more than the bounds
     above, or if the model fails in one.
     """
-    ids, lengths = _random_samples(tokenizer, module.lm.get_input_embeddings().num_embeddings).to(device), list(LENGTHS)
-    looks: list[Any] = [None, None]
-    counts = [length - 1 for length in lengths]  # tokens that are scored, the last ones of each sample
-    if image_prompt is not None:
-        prompt, looks[0] = torch.tensor(image_prompt[0], device=device), image_prompt[1]
-        lengths[0], counts[0] = len(prompt) + RESPONSE, RESPONSE
-        ids = pad(ids, (0, max(lengths) - ids.shape[1]))
-        ids[0] = torch.cat([prompt, ids[0, :RESPONSE]])
-    at, ends = torch.arange(1, ids.shape[1], device=device), torch.tensor(lengths, device=device)[:, None]
-    predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
+    probe = Probe.of(module, tokenizer, device, image_prompt)
     trains = "this model cannot be trained here" if module.context is None else f"set {KEY} to 1"
     hints = {"passes over padded samples": trains}
     if module.packs:
@@ -73,16 +120,9 @@ def check_agreement(
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
         try:
-            parts = enumerate(lengths)
-            reference = torch.cat([_stock_log_probs(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in parts])
+            reference = probe.reference(module)
             for path in hints:
-                if path == CACHED:
-                    values[path] = _decoded_log_probs(module, ids, lengths, looks)
-                elif path == GROUPED:
-                    values[path] = _grouped_log_probs(module, ids, predicting, lengths, looks)
-                else:
-                    row = packing.Row.of(ids, lengths) if path == PACKED else None
-                    values[path] = module(ids, predicting, 1.0, row, looks=looks)[0]
+                values[path] = probe.log_probs(module, path)
         except (dist.DistError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a class of transformers may raise any type
@@ -97,7 +137,7 @@ def check_agreement(
     for path, value in values.items():
         expected = reference
         if len(value) < len(reference):  # of the responses only
-            expected = torch.cat([part[-RESPONSE:] for part in reference.split(counts)])
+            expected = torch.cat([part[-RESPONSE:] for part in reference.split(probe.counts)])
         difference = (value.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
         if config.dtype == "float32":
             size, bound = float(difference.max()), FLOAT32_BOUND
@@ -146,17 +186,6 @@ def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
     if module.never:
         logits = logits.index_fill(-1, torch.tensor(module.never, device=logits.device), FAR)
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def _grouped_log_probs(
-    module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequence[int], looks: Sequence[Any]
-) -> Tensor:
-    """Log-probs by a row with each sample twice and its prompt once; returned are those of the second copies."""
-    twice = torch.tensor([0, 1, 0, 1], device=ids.device)
-    starts = [length - RESPONSE for length in lengths] * 2
-    row = packing.Row.of(ids[twice], list(lengths) * 2, starts, [0, 1, 0, 1])
-    values: Tensor = module(ids[twice], predicting[twice], 1.0, row, looks=[*looks, *looks])[0]
-    return values[len(values) // 2 :]
 
 
 def _decoded_log_probs(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:

@@ -41,9 +41,10 @@ class BlockDiffusionLM(CausalLM):
         With `right`, log-probability, entropy, and [N] 1 where the token is the most likely one. Without `states`,
         the language model's own forward, with a bool attention_mask [B, 1, Q, K].
         """
+        if self.recomputes:
+            set_checkpointing(self, states is not None and torch.is_grad_enabled())
         if states is None:
             return self.decoded(**decoding)
-        set_checkpointing(self, torch.is_grad_enabled())
         scored = states.weight != 0
         rows, _, _ = scored.nonzero(as_tuple=True)
         at, targets, share = states.at[scored], states.target[scored], None

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from phalanx.functional.block_states import States, sees
-from phalanx.models.one_graph import any_shape
+from phalanx.models.compiling import any_shape
 
 TILE = 128  # rows and columns of a mask's tile, as in create_block_mask
 AT_ONCE = 1 << 26  # pairs of tokens that are looked at together

@@ -17,7 +17,6 @@ from transformers.masking_utils import sdpa_mask
 
 from phalanx.models.fused_lora import FusedLinear
 from phalanx.models.lm.kv_rows import CACHE, holds_rows
-from phalanx.models.lm.model import set_checkpointing
 from phalanx.models.meeting import Seat, adapters, here
 from phalanx.models.trained import TrainedModel
 
@@ -59,13 +58,11 @@ def _together(steps: Sequence[Step]) -> list[Any]:
     joined: dict[str, Any] = {name: torch.cat([own[name] for _, own in steps]) for name in names}
     # transformers passes a 4D mask on unchanged; in a model that drops the parts, it makes all outputs NaN
     joined["attention_mask"] = torch.full((1, 1, 1, 1), torch.nan, device=joined["input_ids"].device)
-    lm = trained.module.lm
-    config = lm.config.get_text_config(decoder=True)
+    config = trained.module.lm.config.get_text_config(decoder=True)
     kind, config._attn_implementation = config._attn_implementation, JOINED
     try:
-        set_checkpointing(trained.module, False)
         with adapters(rows):
-            out = lm(**joined, parts=parts, use_cache=False, logits_to_keep=given["logits_to_keep"])
+            out = trained.module(**joined, parts=parts, use_cache=False, logits_to_keep=given["logits_to_keep"])
     finally:
         config._attn_implementation = kind
     return [SimpleNamespace(logits=logits) for logits in out.logits.split(list(rows.values()))]

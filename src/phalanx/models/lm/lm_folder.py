@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from phalanx.models.headers import check_files, check_weights, read_object, require, tensors
+from phalanx.models.headers import check_files, check_weights, local_folder, read_object, require, tensors
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # suffixes of the classes of causal language models
 # further files to check, because transformers ignores damage in some of them
@@ -16,12 +16,8 @@ def check_folder(path: str, key: str = "model.path") -> None:
 
     Accepted are hub ids, folders of causal language models, and folders of composite models with a language model.
     """
-    folder = Path(path).expanduser()
-    if folder.is_file():
-        raise ValueError(f"{key}: {path!r} is a single file; expected a folder, with config.json and *.safetensors")
-    if not path or not folder.is_dir():
-        if path.count("/") != 1 or path.startswith((".", "/", "~")):
-            raise ValueError(f"{key}: {path!r}: no such folder")
+    folder = local_folder(path, key, "a folder, with config.json and *.safetensors")
+    if folder is None:
         return
     check_files(folder, key)
     if (folder / "model_index.json").is_file():

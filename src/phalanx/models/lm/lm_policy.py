@@ -34,7 +34,8 @@ from phalanx.models.lm.model import DTYPES, CausalLM, positions
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.meeting import seeds
 from phalanx.models.trained import TrainedModel
-from phalanx.telemetry.flops import forward_flops, step_flops
+from phalanx.telemetry.flops import forward_flops
+from phalanx.telemetry.step_metrics import step_flops
 from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -218,13 +219,10 @@ class LMPolicy:
         """
         if trace.kept is None and self.truncation is None:
             return self.scored(trace, self.temperature)
-        return self._score_tokens(trace, self.temperature, self.truncation, trace.pool)
+        return self.scored(trace, self.temperature, self.truncation, trace.pool)
 
-    def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """As `replay`, at the given temperature and without truncation."""
-        return self._score_tokens(trace, temperature)
-
-    def _score_tokens(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
+    def scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
+        """As `replay`, at the given temperature, and without truncation unless it and the trace's pool are given."""
         trace, row = self.read(trace)
         given = trace.ids, trace.predicting, temperature, row, trace.looks, *truncated
         scores = self.trained.run(self.trained.module, *given)

@@ -58,11 +58,12 @@ class CausalLM(nn.Module):
         returned after the scores; it is computed by `truncation` if only that is given. looks: see TokenTrace. Without
         `ids` and `predicting`, the keywords in `decoding` go to the language model's own forward.
         """
+        if self.recomputes:
+            set_checkpointing(self, predicting is not None and torch.is_grad_enabled())
         if ids is None or predicting is None:
             if looks is not None:
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.decoded(**decoding)
-        set_checkpointing(self, torch.is_grad_enabled())
         output, share = outputs_at(self, decoder_of(self.lm), ids, predicting, row, looks)
         tokens, head = ids[:, 1:][predicting], self.head(output)
         tokens = tokens if share is None else tokens[share.local]
@@ -79,7 +80,6 @@ class CausalLM(nn.Module):
 
     def decoded(self, **given: Any) -> Any:
         """The language model's own forward; an attention_mask [B, 1, Q, K] is bool."""
-        set_checkpointing(self, False)
         config, mask = self.lm.config.get_text_config(decoder=True), given.get("attention_mask")
         if mask is None or mask.dim() < 4:
             return self.lm(**given)
@@ -151,8 +151,6 @@ def set_checkpointing(model: Any, on: bool) -> None:
 
     model: a CausalLM or a ValueLM, whose other modules stay in evaluation mode.
     """
-    if not model.recomputes:
-        return
     blocks = model.blocks()[: model.recomputes]
     if model.vision is not None and not model.vision.frozen:
         blocks += model.vision.blocks()

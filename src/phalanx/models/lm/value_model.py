@@ -37,7 +37,8 @@ class ValueLM(nn.Module):
 
         `row` and `looks` as in CausalLM.
         """
-        set_checkpointing(self, torch.is_grad_enabled())
+        if self.recomputes:
+            set_checkpointing(self, torch.is_grad_enabled())
         output, share = outputs_at(self, self.backbone, ids, predicting, row, looks)
         # in float32, because bfloat16 has only about three significant digits
         states = output.last_hidden_state.float()

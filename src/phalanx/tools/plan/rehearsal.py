@@ -23,7 +23,7 @@ from phalanx.run.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.run.job import Job
 from phalanx.run.kind import Kind
 from phalanx.run.rl import weights_beside
-from phalanx.telemetry.flops import step_flops
+from phalanx.telemetry.step_metrics import step_flops
 from phalanx.telemetry.timers import Timers
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.layout import Cluster, ShardedUpdate, Weight
