@@ -378,16 +378,6 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     assert facts.look_at_path("data.val_files[0]", below).problem == f"{below}: not a directory"
 
 
-def test_a_source_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = set()
-    for text in ("a = 1\n", "a = 2\n", "a = 1\n"):
-        (tmp_path / "phalanx" / "tools" / "cluster").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "phalanx" / "x.py").write_text(text)
-        monkeypatch.setattr(facts, "__file__", str(tmp_path / "phalanx" / "tools" / "cluster" / "facts.py"))
-        digests.add(facts.source_digest())
-    assert len(digests) == 2
-
-
 def test_who_holds_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a script that imitates nvidia-smi."""
     tool = tmp_path / "nvidia-smi"

@@ -148,9 +148,11 @@ def test_mistakes(tmp_path: Path) -> None:
     cut = jsonl(tmp_path / "c.jsonl", [{"problem": "a", "solution": r"so \boxed{1"}])
     assert mistake(f"source={cut}") == rf"source: {cut}: prompt 0 has a solution without an answer: 'so \\boxed{{1'"
     assert mistake("reasoning_gym=[chainsum]") == "reasoning_gym: there is no task 'chainsum'; did you mean chain_sum?"
-    assert mistake("reasoning_gym=[chain_sum&terms=1]").startswith("reasoning_gym: chain_sum&terms=1: TypeError: ")
+    assert mistake("reasoning_gym=[chain_sum&terms=1]").startswith(
+        'reasoning_gym: task chain_sum with {"terms": 1}: TypeError: '
+    )
     assert mistake("reasoning_gym=[arc_agi]", "size=1") == (
-        "reasoning_gym: arc_agi: its verifier does not accept entries saved as JSON"
+        "reasoning_gym: task arc_agi: its verifier does not accept problems that were converted to JSON and back"
     )
     folder = tmp_path / "file"
     folder.write_text("")

@@ -12,7 +12,6 @@ import os
 import shutil
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Collection
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, from_first
 from phalanx.distributed.mesh import World
 from phalanx.models.lora import ADAPTER, WEIGHTS
-from phalanx.run.checkpoint_reader import Reader
+from phalanx.run.checkpoint_reader import Reader, load_tensors
 from phalanx.training.checkpoint_contents import share
 from phalanx.training.progress import Progress
 
@@ -111,12 +110,9 @@ def saved_choice(root: Path, resume: str, key: str) -> Any:
 
     For choices made before models are built. Problems with the checkpoint are reported later, by `locate`.
     """
-    folder = Path(resume).expanduser() if resume not in ("auto", "never") else None
-    if resume == "auto":
-        folder = next((f for f in sorted(root.glob("step_*"), reverse=True) if complete(f) is None), None)
-    if folder is None or complete(folder) is not None:
-        return None
-    return read_meta(folder)["signature"].get(key)
+    folders = {"auto": sorted(root.glob("step_*"), reverse=True), "never": []}.get(resume, [Path(resume).expanduser()])
+    folder = next((folder for folder in folders if complete(folder) is None), None)
+    return None if folder is None else read_meta(folder)["signature"].get(key)
 
 
 def kept_in_flight(folder: Path) -> list[Tensor]:
@@ -217,9 +213,7 @@ class Checkpointer:
         problem = None
         try:
             # each rank plans what it reads; together, rank 0 would unpickle the plans of all
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.load(state, storage_reader=Reader(folder), no_dist=True)
+            load_tensors(folder, state)
         except CheckpointException as error:
             problem = _root_cause(error)
         problem = _first_problem(all_gather_object(problem))

@@ -5,11 +5,14 @@ This reader accepts only the classes that DCP writes there. The tensors themselv
 """
 
 import pickle
+import warnings
 from collections import Counter
 from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -70,6 +73,21 @@ class Reader(FileSystemReader):
             return super().read_data(*args, **kwargs)
         except (EOFError, pickle.UnpicklingError) as error:  # torch's message suggests loading the file unsafely
             raise ValueError(f"a file is damaged, or contains no tensors ({type(error).__name__})") from error
+
+
+def tensor_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint by name. Raises ValueError for a damaged one."""
+    entries: Any = Reader(folder).read_metadata().state_dict_metadata
+    return dict(entries)
+
+
+def load_tensors(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Load a checkpoint's tensors into `state`, in place, by the ranks of a group together; None: by this one alone.
+    Raises CheckpointException.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, storage_reader=Reader(folder), process_group=group, no_dist=group is None)
 
 
 def _load_metadata(file: Path) -> Metadata:

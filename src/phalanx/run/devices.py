@@ -27,11 +27,11 @@ def check_gpus(env: Mapping[str, str] = os.environ) -> None:
     hidden = env.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if hidden or torch.cuda.is_available():
         return
-    listed = sum(line.startswith("GPU") for line in _nvidia_smi("-L"))
+    listed = sum(line.startswith("GPU") for line in nvidia_smi("-L"))
     count = listed or len(list(Path("/dev").glob("nvidia[0-9]*")))
     if count == 0:
         return
-    driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "unknown")
+    driver = next(iter(nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "unknown")
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     raise ConfigError(
         f"torch {torch.__version__}, built {built}, cannot use the {count} NVIDIA GPUs of {socket.gethostname()} "
@@ -72,7 +72,7 @@ def gpu_address(number: int) -> str:
     return f"{of_gpu.pci_domain_id:04x}:{of_gpu.pci_bus_id:02x}:{of_gpu.pci_device_id:02x}.0"
 
 
-def _nvidia_smi(*options: str) -> list[str]:
+def nvidia_smi(*options: str) -> list[str]:
     """The lines that nvidia-smi prints; none if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []

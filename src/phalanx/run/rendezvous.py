@@ -76,7 +76,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
     """
     if launch.alone:
         return dist.HashStore()
-    store = _connect_store(launch, limit)
+    store = connect_store(launch, limit)
     if _is_launchers() and (launch.max_restarts or launch.nodes):
         return store  # it may contain the ranks of an earlier start
     at = dist.PrefixStore("meet", store)
@@ -120,8 +120,8 @@ def _is_launchers() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _connect_store(launch: Launch, limit: timedelta) -> dist.Store:
-    """Connect to the store, which rank 0 creates unless torchrun has done so."""
+def connect_store(launch: Launch, limit: timedelta) -> dist.Store:
+    """Connect to the store, which rank 0 creates unless torchrun has done so. Raises ConfigError after `limit`."""
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise ConfigError("RANK is set, but MASTER_ADDR and MASTER_PORT, the address of rank 0, are not both set")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

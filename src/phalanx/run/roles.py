@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from phalanx.config.messages import ConfigError, nearest
@@ -129,7 +130,7 @@ def _parse_ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
             raise ConfigError(f"{key}: {'a node' if each else 'this world'} has ranks 0 to {last}")
         twice = set(ranks).intersection(range(a, b + 1))
         if twice:
-            raise ConfigError(f"{key} names ranks {span(tuple(twice))} twice")
+            raise ConfigError(f"{key} names ranks {span(twice)} twice")
         ranks += range(a, b + 1)
     if each:
         ranks = [first + rank for first in range(0, size, node) for rank in ranks]
@@ -174,14 +175,13 @@ def _check_cover(ranks_of_role: dict[str, tuple[int, ...]], world_size: int) -> 
     together = ranks_of_role[ACTOR] == ranks_of_role[ROLLOUT]
     if together and INFERENCE in ranks_of_role:
         raise ConfigError("placement: inference needs separate ranks for actor and rollout; leave it out")
-    for role, ranks in ranks_of_role.items():
-        for other, others in ranks_of_role.items():
-            both = tuple(sorted(set(ranks) & set(others)))
-            if other > role and both and not (together and {role, other} == {ACTOR, ROLLOUT}):
-                raise ConfigError(
-                    f"placement: ranks {span(both)} are both {role}'s ({span(ranks)}) and {other}'s ({span(others)})"
-                )
-    idle = tuple(sorted(set(range(world_size)).difference(*ranks_of_role.values())))
+    for (role, ranks), (other, others) in combinations([] if together else sorted(ranks_of_role.items()), 2):
+        both = set(ranks).intersection(others)
+        if both:
+            raise ConfigError(
+                f"placement: ranks {span(both)} are both {role}'s ({span(ranks)}) and {other}'s ({span(others)})"
+            )
+    idle = set(range(world_size)).difference(*ranks_of_role.values())
     if idle:
         words = ", ".join(f"{role} {span(ranks)}" for role, ranks in ranks_of_role.items())
         raise ConfigError(f"placement: ranks {span(idle)} of {world_size} have no role ({words})")

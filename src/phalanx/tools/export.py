@@ -6,7 +6,6 @@ language model becomes a peft adapter, and a full model a transformers folder.
 """
 
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -29,7 +27,7 @@ from phalanx.models.flow.policy import DTYPES
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.run.checkpoint import complete, damaged, find, read_meta
-from phalanx.run.checkpoint_reader import Reader
+from phalanx.run.checkpoint_reader import load_tensors, tensor_entries
 from phalanx.run.kind import kind_of, known_schemas
 from phalanx.tools.outputs import check_place, place_in_run, writing
 from phalanx.types import JobError
@@ -81,9 +79,7 @@ class Trained:
         if self.policy:
             state = {self.policy: state}
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(state, storage_reader=Reader(self.folder), process_group=group, no_dist=group is None)
+            load_tensors(self.folder, state, group)
         except CheckpointException as error:
             reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's message has a whole traceback
             raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
@@ -121,8 +117,7 @@ def open_checkpoint(checkpoint: str, weights: str, use: Use, policy: str | None 
         )
     if lora_rank == 0:
         run.model.lora_path = None  # a full checkpoint already contains the LoRA from which the run started
-    entries = Reader(folder).read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = tensor_entries(folder)
     within = f"{policy}." if policy else ""
     has_average = any(name.startswith(f"{within}ema.") for name in tensors)
     if weights == "ema" and not has_average:

@@ -9,13 +9,14 @@ from typing import Any
 
 import yaml
 
-from phalanx.config.messages import ConfigError, nearest, reason
+from phalanx.config.messages import ConfigError, reason
 from phalanx.config.tasks import PrepareDataConfig
 from phalanx.data.prompts import load_prompts, refuse_images
 from phalanx.exit import rank
 from phalanx.run.rules import check
 from phalanx.tools.outputs import writing
 from phalanx.types import Prompt
+from phalanx.zoo.environments.reasoning_gym import check_task
 from phalanx.zoo.rewards.text._answers import boxed, marked
 
 PROMPT_KEYS = ("prompt", "question", "problem", "messages")  # columns tried in this order
@@ -168,27 +169,20 @@ class PrepareData:
         if find_spec("reasoning_gym") is None:
             raise ConfigError("reasoning_gym is not installed; pip install 'phalanx[reasoning-gym]'")
         import reasoning_gym
-        from reasoning_gym.factory import DATASETS
 
         for spec in self.cfg.reasoning_gym:
             task, *words = spec.split("&")
-            if task not in DATASETS:
-                hint = nearest(task, list(DATASETS)) or ""
-                raise ConfigError(f"reasoning_gym: there is no task {task!r}{hint}")
-            settings = {"size": self.cfg.size, "seed": self.cfg.seed}
+            settings, given = dict[str, Any](), {"size": self.cfg.size, "seed": self.cfg.seed}
             try:
                 for word in words:
                     name, _, value = word.partition("=")
-                    settings[name] = yaml.safe_load(value)
-                entries = list(reasoning_gym.create_dataset(task, **settings))
-                score = reasoning_gym.get_score_answer_fn(task)
-                plain = json.loads(json.dumps(entries))
-                survives = score(entries[0]["answer"], plain[0]) == score(entries[0]["answer"], entries[0])
+                    (given if name in given else settings)[name] = yaml.safe_load(value)
+                check_task(task, json.dumps(settings))
+                entries = list(reasoning_gym.create_dataset(task, **given, **settings))
             except Exception as error:  # tasks may raise anything for invalid settings
-                raise ConfigError(f"reasoning_gym: {spec}: {reason(error)}") from error
-            if not survives:
-                raise ConfigError(f"reasoning_gym: {spec}: its verifier does not accept entries saved as JSON")
-            for entry in plain:
+                problem = error if isinstance(error, ValueError) else reason(error)
+                raise ConfigError(f"reasoning_gym: {problem}") from error
+            for entry in json.loads(json.dumps(entries)):
                 row = {"prompt": entry["question"], "ground_truth": str(entry["answer"])}
                 source = f"reasoning_gym/{task}"
                 yield {**row, "data_source": source, "reasoning_gym": {"task": task, "entry": entry}}

@@ -1,6 +1,5 @@
 """Facts that a rank collects by itself: its place, its GPU, its machine, and the files of the configuration."""
 
-import hashlib
 import os
 import platform
 import re
@@ -23,6 +22,8 @@ from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.pipeline_headers import check_components
+from phalanx.run.devices import nvidia_smi
+from phalanx.run.provenance import digest_path
 from phalanx.tools.cluster import infiniband
 
 LIBRARIES = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
@@ -112,14 +113,8 @@ def look_at_gpu(local_rank: int) -> Gpu:
 
 def gpu_users(uuid: str) -> str:
     """Other processes with memory on a GPU, by nvidia-smi, which may not see any in a container; "" if unknown."""
-    query = "--query-compute-apps=pid,process_name,used_memory"
-    command = ["nvidia-smi", "-i", f"GPU-{uuid}", query, "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    users = []
-    for line in listed.stdout.splitlines():
+    users, query = [], "--query-compute-apps=pid,process_name,used_memory"
+    for line in nvidia_smi("-i", f"GPU-{uuid}", query, "--format=csv,noheader"):
         fields = line.split(", ")
         if len(fields) == 3 and fields[0] != str(os.getpid()):
             pid, name, used = fields
@@ -172,7 +167,7 @@ def versions() -> dict[str, str]:
     if file.is_file():
         driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
     numbers = {
-        "phalanx": f"{__version__} (source {source_digest()})",
+        "phalanx": f"{__version__} (source {digest_path(Path(__file__).parents[2])[:6]})",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
@@ -181,15 +176,6 @@ def versions() -> dict[str, str]:
         "NVIDIA driver": driver[0] if driver else "none",
     }
     return numbers | {name: version(name) for name in LIBRARIES}
-
-
-def source_digest() -> str:
-    """A six-digit hash of phalanx's source code."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.blake2b(digest_size=3)
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:

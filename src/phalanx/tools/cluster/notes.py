@@ -5,16 +5,15 @@ A rank that is missing or stuck leaves no note and can be reported, whereas a co
 
 import json
 import os
-import socket
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.config.messages import ConfigError
 from phalanx.distributed.launch_env import Launch
-from phalanx.run.rendezvous import unreachable
-from phalanx.tools.cluster.wording import reason
+from phalanx.run.rendezvous import connect_store
 from phalanx.types import JobError
 
 POLL_S = 0.05
@@ -28,22 +27,13 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     """
     if launch.alone:
         return dist.HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun sets this variable if it already serves a store at that address
-    is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not is_host:
-        _wait_reachable(address, port, timeout_s)
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=is_host,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the check itself reports missing ranks
-            multi_tenant=True,  # the process groups use the same server
-        )
-    except dist.DistError as error:
-        raise JobError(f"{master()} cannot be used: {reason(error)}") from error
+        store = connect_store(launch, timedelta(seconds=timeout_s))
+    except ConfigError as error:
+        raise JobError(
+            f"{error}; MASTER_ADDR must name the node of rank 0 as all nodes see it, rank 0 must be running there, and "
+            "firewalls must let the port through"
+        ) from error
     # torchrun's store survives a restart of the ranks and still contains their earlier notes
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"check_cluster/{start}", store)
@@ -52,19 +42,6 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
 def master() -> str:
     """The address of the store, for messages."""
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-
-
-def _wait_reachable(address: str, port: int, timeout_s: float) -> None:
-    """Wait until something listens at the address; TCPStore would wait too, but fail with a C++ stack trace."""
-    deadline = time.monotonic() + timeout_s
-    while (problem := unreachable(address, port)) is not None:
-        if time.monotonic() > deadline:
-            raise JobError(
-                f"{master()} cannot be reached from {socket.gethostname()} within {timeout_s:g} s ({problem}); "
-                "MASTER_ADDR must name the node of rank 0 as all nodes see it, rank 0 must be running there, and "
-                "firewalls must let the port through"
-            )
-        time.sleep(0.5)
 
 
 class KVExchange:

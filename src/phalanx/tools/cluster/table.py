@@ -1,6 +1,5 @@
 """A plain-text table with one line per node."""
 
-import io
 from collections.abc import Mapping
 
 from phalanx.run.roles import Roles, span
@@ -29,16 +28,8 @@ def table(
     roles: Roles | None = None,
 ) -> str:
     """Format a table with one row per node and `-` for missing values; it shows the roles of ranks if there are any."""
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table(box=None, pad_edge=False)
     texts = TEXTS if roles is None else (*TEXTS, "roles")
-    for title in texts:
-        grid.add_column(title, no_wrap=True)
-    for title in FIGURES:
-        grid.add_column(title, no_wrap=True, justify="right")
-    inside, links = by_node(nodes, rates)
+    rows, (inside, links) = [[*texts, *FIGURES]], by_node(nodes, rates)
     for name, ranks in nodes.items():
         cells: dict[str, str] = {}
         owned = [gpus[rank] for rank in ranks if rank in gpus and gpus[rank].name]
@@ -66,7 +57,9 @@ def table(
                 if here:
                     parts.append(f"{role} {span(here, ', ')}")
             cells["roles"] = ", ".join(parts)
-        grid.add_row(name, span(ranks, ", "), *[cells.get(title, "-") for title in (*texts[2:], *FIGURES)])
-    text = io.StringIO()
-    Console(file=text, width=1000, highlight=False, markup=False).print(grid)
-    return "\n".join(map(str.rstrip, text.getvalue().splitlines()))
+        rows.append([name, span(ranks, ", "), *[cells.get(title, "-") for title in rows[0][2:]]])
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width, justify = max(map(len, column)), str.ljust if number < len(texts) else str.rjust
+        columns.append([justify(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.load import flat
 from phalanx.config.messages import cut
 from phalanx.exit import show
 from phalanx.run.checkpoint import complete
+from phalanx.run.checkpoint_reader import tensor_entries
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_config
 from phalanx.tools.reproduce.rows import Digest, digest_weights, is_result, newest_checkpoint, read_digests, step_of
-from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_distance, tensor_entries
+from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_distance
 from phalanx.zoo.loggers.console import plain
 
 PLACES = ("trainer.output_dir", "trainer.resume")  # keys that may differ between equal runs
@@ -153,7 +155,7 @@ def relative(one: float, other: float) -> float:
 
 def describe_settings(one: Path, other: Path) -> list[str]:
     """Lines about configurations, versions, processors, ranks and input files that differ."""
-    configs = [_flat(read_config(folder)[1]) for folder in (one, other)]
+    configs = [flat(read_config(folder)[1]) for folder in (one, other)]
     lines = _changes("configuration", configs[0], configs[1], PLACES)
     entries = [read_provenance(one), read_provenance(other)]
     for folder, starts in zip((one, other), entries, strict=True):
@@ -163,27 +165,17 @@ def describe_settings(one: Path, other: Path) -> list[str]:
             lines.append(f"{folder}: resumed after step {starts[-1]['step']}")
     if entries[0] and entries[1]:
         for name in ("ranks", "versions", "processor", "inputs"):
-            lines += _changes(name, _flat(entries[0][0][name]), _flat(entries[1][0][name]))
+            lines += _changes(name, flat(entries[0][0][name]), flat(entries[1][0][name]))
     return [plain(line) for line in lines]
 
 
-def _changes(kind: str, one: dict[str, Any], other: dict[str, Any], without: Sequence[str] = ()) -> list[str]:
+def _changes(kind: str, one: dict[str, str], other: dict[str, str], without: Sequence[str] = ()) -> list[str]:
     changed = []
     for key in sorted(one.keys() | other.keys()):
         if key not in without and one.get(key) != other.get(key):
-            changed.append(f"  {key}: {cut(str(one.get(key, '-')))} and {cut(str(other.get(key, '-')))}")
+            changed.append(f"  {key}: {cut(one.get(key, '-'))} and {cut(other.get(key, '-'))}")
     more = [f"  and {len(changed) - MOST_LINES} more"] if len(changed) > MOST_LINES else []
     return [f"{kind}:", *changed[:MOST_LINES], *more] if changed else []
-
-
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their dotted keys."""
-    if not isinstance(value, dict) or not value:
-        return {key: value}
-    leaves: dict[str, Any] = {}
-    for name, inner in value.items():
-        leaves |= _flat(inner, f"{key}.{name}" if key else str(name))
-    return leaves
 
 
 def _compare_checkpoints(result: Comparison, one: Path, other: Path) -> None:

@@ -17,10 +17,11 @@ from phalanx.config.files import parse_json
 from phalanx.config.inside import read_inside, write_inside
 from phalanx.config.shipped import ROOT
 from phalanx.run.checkpoint import complete
+from phalanx.run.checkpoint_reader import tensor_entries
 from phalanx.run.provenance import PROVENANCE_FILE
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE
-from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_entries
+from phalanx.tools.reproduce.tensors import model_order, read_tensor
 
 WEIGHTS_FILE = "weights.json"
 NOT_RESULTS = {"perf", "time", "idle"}  # sections of metrics of times, memory and speed

@@ -1,14 +1,12 @@
 """The tensors of a checkpoint, read one at a time."""
 
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from phalanx.run.checkpoint_reader import Reader
+from phalanx.run.checkpoint_reader import load_tensors
 
 
 def model_order(name: str) -> tuple[int, list[tuple[bool, int, str]]]:
@@ -18,18 +16,10 @@ def model_order(name: str) -> tuple[int, list[tuple[bool, int, str]]]:
     return 2 if "optim" in kinds else int("model" not in kinds), parts
 
 
-def tensor_entries(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint by name. Raises ValueError for a damaged one."""
-    entries = Reader(checkpoint).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-
 def read_tensor(checkpoint: Path, name: str, entry: TensorStorageMetadata) -> Tensor:
     """One tensor of a checkpoint, whole."""
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=Reader(checkpoint), no_dist=True)
+    load_tensors(checkpoint, state)
     return state[name]
 
 

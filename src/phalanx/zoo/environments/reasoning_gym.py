@@ -32,7 +32,7 @@ class ReasoningGym:
         self._task, self._settings, self._attempts = task, settings or {}, attempts
         self._verifier = _shared_verifier(answer, timeout_s)
         self._best = 0.0
-        _check_task(task, json.dumps(self._settings))
+        check_task(task, json.dumps(self._settings))
 
     def reset(self, seed: int) -> str:
         """Generate the problem, which is appended to the prompt."""
@@ -58,8 +58,8 @@ def _shared_verifier(answer: str, timeout_s: float) -> Verifier:
 
 
 @cache
-def _check_task(task: str, settings: str) -> None:
-    """Raise ValueError for an unknown task, invalid settings, or a task whose problems do not survive JSON."""
+def check_task(task: str, settings: str) -> None:
+    """Raise ValueError for an unknown task, invalid settings (JSON), or a task whose problems do not survive JSON."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

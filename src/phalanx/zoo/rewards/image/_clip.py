@@ -149,6 +149,17 @@ def read_weights(file: Path, what: str) -> dict[str, Tensor]:
         return load_file(file)
 
 
+def load_whole(module: nn.Module, state: dict[str, Tensor], other: str, expected: str) -> Any:
+    """The module with exactly these weights in its own dtype, frozen. Raises ValueError, which begins with `other` and
+    ends with `expected`, if they are not its own.
+    """
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{other} ({' '.join(str(error).split())}); {expected}") from error
+    return module.requires_grad_(False).eval()
+
+
 def load_part(cls: Any, source: str, name: str, holds: str = "a CLIP model", **options: Any) -> Any:
     """`cls.from_pretrained` of a folder or hub id, which should contain what `holds` describes. Raises ValueError, with
     one line that names the kwarg `name`, for a path that is not a folder, and if it does not load.

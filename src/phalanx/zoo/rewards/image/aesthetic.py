@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from phalanx.rewards.base import DifferentiableReward
-from phalanx.zoo.rewards.image._clip import Clip, read_weights
+from phalanx.zoo.rewards.image._clip import Clip, load_whole, read_weights
 
 # Positions in the published nn.Sequential, which has a dropout at 1, 3 and 5.
 _WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
@@ -50,12 +50,8 @@ def linear_layers(state: dict[str, Tensor], where: str) -> nn.Sequential:
         raise ValueError(f"{where} has no matrix layers.0.weight; expected {_KEYS}")
     widths = [first.shape[1], *_WIDTHS.values()]
     layers = nn.Sequential(OrderedDict(zip(_WIDTHS, map(nn.Linear, widths, widths[1:]), strict=True)))
-    try:
-        layers.load_state_dict({name.removeprefix("layers."): value.float() for name, value in state.items()})
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where} has other layers ({reason}); expected {_KEYS}") from error
-    return layers.requires_grad_(False).eval()
+    state = {name.removeprefix("layers."): value for name, value in state.items()}
+    return load_whole(layers, state, f"{where} has other layers", f"expected {_KEYS}")
 
 
 def read_published(path: str, where: str) -> dict[str, Tensor]:

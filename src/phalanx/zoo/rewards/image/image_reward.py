@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.rewards.base import DifferentiableReward
-from phalanx.zoo.rewards.image._clip import Pixels, load_part, openai_colours
+from phalanx.zoo.rewards.image._clip import Pixels, load_part, load_whole, openai_colours
 from phalanx.zoo.rewards.image.aesthetic import linear_layers, read_published
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the MLP's output, over the authors' training data
@@ -103,7 +103,7 @@ def _vision_tower(state: dict[str, Tensor], where: str) -> tuple[nn.Module, int]
         patch_size=side,
         layer_norm_eps=1e-6,
     )
-    return _load_tower(BlipVisionModel(config), state, where), edge
+    return load_whole(BlipVisionModel(config), state, f"{where} has other weights", _EXPECTED), edge
 
 
 def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str) -> nn.Module:
@@ -121,7 +121,8 @@ def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str)
         num_attention_heads=words.shape[1] // _HEAD_WIDTH,
         max_position_embeddings=len(_find_weight(state, "embeddings.position_embeddings.weight", where)),
     )
-    return _load_tower(BlipTextModel(config, add_pooling_layer=False), state, where)
+    tower = BlipTextModel(config, add_pooling_layer=False)
+    return load_whole(tower, state, f"{where} has other weights", _EXPECTED)
 
 
 def _count_layers(state: dict[str, Tensor], prefix: str) -> int:
@@ -132,12 +133,3 @@ def _find_weight(state: dict[str, Tensor], name: str, where: str) -> Tensor:
     if name not in state:
         raise ValueError(f"{where} has no weights of BLIP's {name}; {_EXPECTED}")
     return state[name]
-
-
-def _load_tower(tower: nn.Module, state: dict[str, Tensor], where: str) -> nn.Module:
-    """A tower with exactly these weights, frozen and in float32."""
-    try:
-        tower.load_state_dict({name: value.float() for name, value in state.items()})
-    except RuntimeError as error:
-        raise ValueError(f"{where} has other weights ({' '.join(str(error).split())}); {_EXPECTED}") from error
-    return tower.requires_grad_(False).eval()
