@@ -1,5 +1,5 @@
-"""A signal in the middle of an update: the step is dropped, or finished if it has changed weights, and the resumed run is
-the run.
+"""A signal in the middle of an update: the step is dropped, or finished if it has changed weights of which no copy was
+kept, and the resumed run is the run.
 """
 
 import logging
@@ -48,9 +48,11 @@ def told(build: Callable[[Any], Any], cfg: Any, at: int) -> tuple[str, int, dict
     return end, passes, full_weights(trainer.policy.trained.parameters), warnings
 
 
-def check(told_job: Callable[[Any, int], Any], config: Callable[[Path], Any], folder: Path) -> list[list[str]]:
-    """Tell a job to stop in the first of the 2 optimizer steps of training step 2, and again in the second one. Returns
-    the warnings of rank 0 in the whole run and in these two.
+def check(
+    told_job: Callable[[Any, int], Any], config: Callable[[Path], Any], folder: Path, *, undoes: bool = False
+) -> list[list[str]]:
+    """Tell a job to stop in the first of the 2 optimizer steps of training step 2, and again in the second one, which
+    it `undoes` or finishes. Returns the warnings of rank 0 in the whole run and in these two.
     """
     whole, parts = config(folder / "whole"), config(folder / "parts")
     ends = run_ranks(told_job, 2, whole, 0), run_ranks(told_job, 2, parts, 5), run_ranks(told_job, 2, parts, 3)
@@ -59,9 +61,12 @@ def check(told_job: Callable[[Any, int], Any], config: Callable[[Path], Any], fo
     for end, passes, _, _ in ends[1]:
         assert passes == 5 and end.startswith("stopped by SIGTERM after step 1 of 3; the same command resumes from ")
     for end, passes, _, _ in ends[2]:
-        assert passes == 4 and end.startswith("stopped by SIGTERM after step 2 of 3; the same command resumes from ")
+        assert passes == (3 if undoes else 4)
+        assert end.startswith(
+            f"stopped by SIGTERM after step {1 if undoes else 2} of 3; the same command resumes from "
+        )
     _, passes, resumed, _ = run_ranks(told_job, 2, parts, 0)[0]
-    assert passes == 4
+    assert passes == (8 if undoes else 4)
     assert rows(folder / "parts" / "out") == rows(folder / "whole" / "out")
     for name, value in weights.items():
         assert torch.equal(value, resumed[name]), name
@@ -81,21 +86,26 @@ def text(cfg: Any, at: int) -> Any:
 
 
 @pytest.mark.full
-def test_a_stop_within_an_update(sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.seldom("false")
+@pytest.mark.parametrize("undo", ["null", "false"])
+def test_a_stop_within_an_update(undo: str, sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's patience is 0 s here: one warning says so, after the first step that ended."""
     monkeypatch.setenv(SHUTDOWN, "0")
     keys = (*KEYS, "model.lora_rank=4", "actor.ema.decay=0.9")
-    found = check(flow, lambda folder: tiny_config(sd3_folder, folder, *keys, "parallel.fsdp_size=2"), tmp_path)
+    keys += ("parallel.fsdp_size=2", f"trainer.undo_steps={undo}")
+    found = check(flow, lambda folder: tiny_config(sd3_folder, folder, *keys), tmp_path, undoes=undo == "null")
     warned = [[line for line in lines if "a signal to stop would have had to wait" in line] for lines in found]
-    assert list(map(len, warned)) == [1, 1, 1]
-    assert warned[2][0].startswith("step 2: ") and "GRACE_S=0: raise it" in warned[2][0]
+    assert list(map(len, warned)) == [1, 1, 0 if undo == "null" else 1]
+    assert warned[1][0].startswith("step 1: ") and "GRACE_S=0: raise it" in warned[1][0]
 
 
 @pytest.mark.long
 def test_what_a_critic_has_learned_is_a_change(lm_folder: Path, tmp_path: Path) -> None:
-    cfg = tiny_lm_config(lm_folder, tmp_path, *KEYS, "algorithm.name=ppo")
-    for end, passes, _, _ in run_ranks(text, 2, cfg, 5):
-        assert passes == 8 and end.startswith("stopped by SIGTERM after step 2 of 3; ")
+    """The policy's first update follows one of the critic."""
+    for undo, done, step in (("null", 8, 2), ("true", 5, 1)):
+        keys = (*KEYS, "algorithm.name=ppo", f"trainer.undo_steps={undo}")
+        for end, passes, _, _ in run_ranks(text, 2, tiny_lm_config(lm_folder, tmp_path / undo, *keys), 5):
+            assert passes == done and end.startswith(f"stopped by SIGTERM after step {step} of 3; ")
 
 
 @pytest.mark.long

@@ -223,6 +223,11 @@ class TrainerConfig:
     max_bad_steps: int = arg(
         10, "end the run after this many consecutive steps with a NaN or infinite loss or gradient", ge=1
     )
+    undo_steps: Optional[bool] = arg(
+        None,
+        "before a step with several updates, keep a copy of weights, optimizer state and averages, to which a "
+        "signal to stop returns at once instead of after the step; null: for LoRAs",
+    )
     end_below: dict[str, float] = arg(
         {},
         "metrics with their lowest values, such as {reward/mean: 0.3}: a run that logs a lower one ends there, with a "

@@ -78,6 +78,10 @@ class Job:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
         self.stops = Stops(world, self.states, self.progress, timers)
+        several = sum(state.optimizer.total_updates for state in self.states.values()) > total_steps
+        for state in self.states.values():
+            undoes = state.model.lora if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
+            state.undoes = several and undoes and world.link is None
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0

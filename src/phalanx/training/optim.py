@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.run import EmaConfig
@@ -172,8 +173,10 @@ class TrainState:
     A checkpoint has one per trained model: the policy, and others such as a critic. averages: averaged weights by name,
     initially equal to the current weights. ema: the average of EmaConfig, None without a decay. The model can compute
     with any of them (TrainedModel.using). `applied` and `skipped` count the optimizer steps of the current training
-    step.
+    step. `undoes`: whether it can return to the state before them.
     """
+
+    undoes = False
 
     def __init__(
         self,
@@ -204,6 +207,8 @@ class TrainState:
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
         """Take an optimizer step and update the EMA, see Optimizer.step; `loss` is this rank's sum over its passes."""
+        if self.undoes and not self.applied:
+            self._before = self.updates, [tensor.clone() for tensor in self._local_parts()]
         stats = self.optimizer.step(loss)
         if stats["skipped"]:
             self.skipped += 1
@@ -212,6 +217,22 @@ class TrainState:
         if self.ema is not None:
             self.ema.after_update(self.optimizer.updates)
         return stats
+
+    def _local_parts(self) -> list[Tensor]:
+        """This rank's part of everything in `state`."""
+        return list(map(local, tree_leaves(self.state())))
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Return to the state before the optimizer steps of this training step, of which there may be none yet."""
+        self.optimizer.drop_gradients()
+        if self.applied:
+            updates, kept = self._before
+            self.model.sharded.reshard()
+            for part, before in zip(self._local_parts(), kept, strict=True):
+                part.copy_(before)
+            self.loaded(updates)
+        self.applied = self.skipped = 0
 
     @property
     def diverged(self) -> bool:

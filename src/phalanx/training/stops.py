@@ -1,4 +1,4 @@
-"""Where a signal ends a training step: between two micro-batches, as long as the step has not changed any weights."""
+"""Where a signal ends a training step: between two micro-batches, if the step has not changed weights or is undone."""
 
 import logging
 import os
@@ -33,14 +33,17 @@ class Stops:
         """Between two micro-batches, on all ranks at once: raise Stopped if any rank has received a signal. The step is
         dropped, and repeated by a resumed run.
 
-        Once a step has changed weights, it is finished first, and so is every step of ranks with different roles.
+        Once a step has changed weights that do not return to those before it, it is finished first, and so is every
+        step of ranks with different roles.
         """
-        if self.world.link is not None or any(state.applied for state in self.states.values()):
+        if self.world.link is not None or any(state.applied and not state.undoes for state in self.states.values()):
             return
         _, stop = agree(None, self.world.watch.stop or 0)
         if stop:
             # in a joint run, a policy that had nothing to learn may have counted its samples
             vars(self.progress).update(vars(self._before))
+            for state in self.states.values():
+                state.undo()
             raise Stopped(stop)
         self._checked = time.perf_counter()
 

@@ -115,6 +115,9 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
         **on_device,
         "VAE": nbytes(*policy.decoders),
     }
+    undoes = p.cfg.model.lora_rank > 0 if p.cfg.trainer.undo_steps is None else p.cfg.trainer.undo_steps
+    if undoes and p.updates > 1 and trains and not p.role:
+        held["state before a step"] = layout.kept(trained) + sum(on_device.values())
     encoders, mapped = [nbytes(*policy.encoders)], nbytes(*policy.mapped)
     host = {"text encoders": 0, MAPPED: 0, "weights": layout.kept_on(host=True)}
     for name, teacher in p.frozen.items():

@@ -114,7 +114,7 @@ class Rehearsal(ABC):
 
     plan: the batch arithmetic of reinforcement learning. samples_size: bytes of the step's samples on the device, and
     outputs_size of their images on the host. copies_reference: the reference is a copy of the initial weights.
-    frozen: the policies of teachers by name. unit: what its passes are counted in.
+    frozen: the policies of teachers by name. unit: what its passes are counted in. updates: optimizer steps of a step.
 
     role: that of the planned rank, if ranks have roles; rescores: log-probs may be recomputed here, not by another
     role. part: the name of this policy of a joint run; learns: it is trained; beside: bytes that the other policy holds
@@ -127,7 +127,7 @@ class Rehearsal(ABC):
     samples_size = outputs_size = 0
     copies_reference = False
     role = part = ""
-    unit = "step"
+    unit, updates = "step", 1
     learns = rescores = True
     beside: Mapping[str, int] = {}
     waiting = 0, 0
@@ -215,7 +215,7 @@ class RLRehearsal(Rehearsal):
         super().__init__(cfg, policy, rollout, state)
         self.learns = learns
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
-        self.unit = "part" if plan.parts > 1 else "step"
+        self.unit, self.updates = "part" if plan.parts > 1 else "step", plan.updates * plan.epochs
         state.sharding.middle = plan.budget is not None or plan.passes > 2
         loaded = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
         self.frozen = {name: teacher for name, teacher in loaded.items() if teacher is not policy}
