@@ -215,9 +215,10 @@ class Vision:
                 at[:, i, :length] = look.positions[:, :width]
         return at
 
-    def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], list[int]]:
-        """Arguments of a forward over left-padded prompts, ids and mask [P, L], and the P positions after them."""
-        lengths = mask.sum(1).tolist()
+    def prefill(
+        self, ids: Tensor, lengths: Sequence[int], looks: Sequence[Look | None]
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Arguments of a forward over left-padded prompts, ids [P, L], and the P positions after them."""
         at = self.positions(looks, ids.shape[1])
         shifted = torch.zeros_like(at)
         for i, length in enumerate(lengths):

@@ -19,8 +19,8 @@ from phalanx.rollout.lm.decode import Decoding, check_finite, draw, drawn_log_pr
 from phalanx.rollout.lm.session import Request
 from phalanx.rollout.lm.step_graph import StepGraphs
 
-# takes ids and mask of left-padded prompts and their images; returns arguments of the forward pass, and next positions
-Prefill = Callable[[Tensor, Tensor, list[Any]], tuple[dict[str, Any], list[int]]]
+# takes ids and lengths of left-padded prompts, and their images; returns arguments of the pass, and next positions
+Prefill = Callable[[Tensor, list[int], list[Any]], tuple[dict[str, Any], list[int]]]
 
 SHRINK = 0.75  # if a smaller fraction of the rows is in use and none waits for one, the others are dropped
 
@@ -49,11 +49,12 @@ class _Row:
 
 
 @dataclass(eq=False)
-class _Prompt:
-    """A prompt that was read: its keys and values, logits [V] after it, and its `ahead`."""
+class Read:
+    """A prompt that was read: its keys and values, logits [V] after it, and see _Row."""
 
     states: States
     logits: Tensor
+    read: int
     ahead: int
 
 
@@ -79,7 +80,8 @@ class PolicySession:
         self._forward, self._config, self._device = forward, config, device
         self._most, self._prefill, self._scores = rows, prefill, scores
         self._refills = masks and KVRows.serves(config)  # whether rows begin and pause at any time
-        self._graphs = StepGraphs(self._step, device) if self._refills and device.type == "cuda" and not eager else None
+        graphs = self._refills and device.type == "cuda" and not eager
+        self._graphs = StepGraphs(self._step, device, forward) if graphs else None
         self.close_rows()
 
     def close_rows(self) -> None:
@@ -87,7 +89,7 @@ class PolicySession:
         self._queue: list[tuple[int, Request]] = []  # each with the number of its prompt
         self._numbers: dict[Any, int] = {}  # of prompts: samples of one that have the same tokens so far share it
         self._rows: list[_Row] = []
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, Read] = {}
         self._kept: Any = None  # KVRows or Columns
         self._decoding: Decoding
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
@@ -173,27 +175,27 @@ class PolicySession:
         """Their random numbers [n]."""
         return torch.tensor([0.0 if request is None else request.number for request in requests])
 
-    def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[_Prompt]]:
+    def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[Read]]:
         """Read what these samples have; returns a cache of left-padded rows, its mask [P, L], and their parts of it."""
         tokens, cache = [request.rest(0) for request in requests], DynamicCache(config=self._config)
         ids, mask = left_padded(tokens, requests[0].decoding.pad)
         ids, mask = ids.to(self._device, non_blocking=True), mask.to(self._device, non_blocking=True)
         first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        following = list(map(len, tokens))
+        lengths = following = list(map(len, tokens))
         if self._prefill is not None:
-            first, following = self._prefill(ids, mask, [request.look for request in requests])
+            first, following = self._prefill(ids, lengths, [request.look for request in requests])
         out = self._forward(
             input_ids=ids, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1
         )
         prompts = []
-        for i, (read, position) in enumerate(zip(tokens, following, strict=True)):
-            states = states_of(cache, i, len(read)) if self._refills else []
-            prompts.append(_Prompt(states, out.logits[i, -1], position - len(read)))
+        for i, (length, position) in enumerate(zip(lengths, following, strict=True)):
+            states = states_of(cache, i, length) if self._refills else []
+            prompts.append(Read(states, out.logits[i, -1], length, position - length))
         return cache, mask, prompts
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[tuple[Request, _Prompt]]:
+    def _admit(self) -> list[tuple[Request, Read]]:
         """Give rows to waiting samples; returns them with their prompts."""
         if not self._queue or (self._rows and not self._refills):
             return []
@@ -209,7 +211,7 @@ class PolicySession:
         result = []
         for place, (key, request) in zip(places, new, strict=False):
             prompt = self._prompts[key]
-            self._rows[place : place + 1] = [_Row(request, len(request.rest(0)), prompt.ahead)]
+            self._rows[place : place + 1] = [_Row(request, prompt.read, prompt.ahead)]
             result.append((request, prompt))
         if self._refills:
             for key, places in rows.items():
