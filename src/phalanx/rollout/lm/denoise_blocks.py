@@ -73,7 +73,7 @@ class BlockSession(PolicySession):
         for row in self._rows:
             feeds.append(row.request.rest(row.read)[:size] if row.draws else [])
         if any(feeds):
-            ids = torch.tensor([feed or [0] * size for feed in feeds]).to(self._device)
+            [ids] = self._moved(torch.tensor([feed or [0] * size for feed in feeds]))
             self._forward(input_ids=ids, **self._block(list(map(bool, feeds)), size), logits_to_keep=1)
             for row, feed in zip(self._rows, feeds, strict=True):
                 row.read += len(feed)
@@ -90,8 +90,10 @@ class BlockSession(PolicySession):
             place = torch.arange(size) + row.read - len(row.request.prompt)  # of each token in its response
             numbers = row.request.numbers.view(decoding.draws, decoding.limit)
             uniform.append(numbers[:, place.clamp(0, decoding.limit - 1)])
-        state, numbers = torch.tensor(begun).to(self._device), torch.stack(uniform, 1).to(self._device)  # [draws, B, S]
-        drawing, given = torch.tensor(draws).to(self._device)[:, None], self._block(draws, size)
+        state, drawing, numbers = self._moved(
+            torch.tensor(begun), torch.tensor(draws)[:, None], torch.stack(uniform, 1)
+        )
+        given = self._block(draws, size)
         steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=self._device)
         for k, least in enumerate(least_unmasked(size, decoding.steps)):
             masked = (state == decoding.mask_id) & drawing
@@ -108,15 +110,19 @@ class BlockSession(PolicySession):
             steps = torch.where(now, k, steps)
         return state.tolist(), chosen.tolist(), steps.tolist()
 
+    def _room(self, request: Request) -> int:
+        """See PolicySession; the last block may have more tokens than the request asks for."""
+        size = cast(Denoising, request.decoding).size
+        return -(-super()._room(request) // size) * size
+
     def _block(self, takes: list[bool], size: int) -> dict[str, Any]:
         """Arguments of a pass over the next block of the rows that take one, whose tokens all see one another."""
         start = torch.tensor([row.read for row in self._rows])[:, None]
         position = start + torch.arange(size)
         width = int((start + size)[torch.tensor(takes)].max())
         seen = (torch.arange(width) < start[..., None] + size).expand(-1, size, -1)
-        columns = position.where(torch.tensor(takes)[:, None], -1).to(self._device)
-        given = self._kept.arguments(columns, width, seen.to(self._device))
-        return {**given, "position_ids": position.to(self._device), "use_cache": True}
+        columns, seen, position = self._moved(position.where(torch.tensor(takes)[:, None], -1), seen, position)
+        return {**self._kept.arguments(columns, width, seen), "position_ids": position, "use_cache": True}
 
     def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[Read]]:
         """Read the complete blocks of each sample, left-padded by complete blocks."""
@@ -129,7 +135,7 @@ class BlockSession(PolicySession):
             block = column // decoding.size
             seen = (block[:, None] >= block) & (mask > 0)[:, None] | torch.eye(width, dtype=torch.bool)
             position = (column - width + lengths).clamp(min=0)
-            ids, seen, position = (given.to(self._device) for given in (ids, seen[:, None], position))
+            ids, seen, position = self._moved(ids, seen[:, None], position)
             beside = {CACHE: cache, "use_cache": True, "logits_to_keep": 1}
             self._forward(input_ids=ids, attention_mask=seen, position_ids=position, **beside)
         read = []

@@ -22,7 +22,9 @@ from phalanx.rollout.lm.step_graph import StepGraphs
 # takes ids and lengths of left-padded prompts, and their images; returns arguments of the pass, and next positions
 Prefill = Callable[[Tensor, list[int], list[Any]], tuple[dict[str, Any], list[int]]]
 
-SHRINK = 0.75  # if a smaller fraction of the rows is in use and none waits for one, the others are dropped
+# if a smaller fraction of the rows is in use and none waits for one, the others are dropped
+SHRINK = 0.75
+GRAPH_SHRINK = 0.5  # with graphs, since each number of rows needs one
 
 
 @dataclass(eq=False)
@@ -117,7 +119,7 @@ class PolicySession:
         new = self._admit()
         if new:
             begun, prompts = zip(*new, strict=True)
-            numbers = self._uniform(begun).to(self._device, non_blocking=True)
+            [numbers] = self._moved(self._uniform(begun))
             parts.append(self._drawn(torch.stack([prompt.logits for prompt in prompts]), numbers))
             requests += begun
         if not parts:  # all wait for answers
@@ -153,7 +155,7 @@ class PolicySession:
         width = max(row.read for row in self._rows)
         if self._graphs is not None and ids.shape[1] == 1:
             return self._graphs(inputs, numbers, width, self._kept.length)
-        return self._step(width, *(given.to(self._device, non_blocking=True) for given in (inputs, numbers)))
+        return self._step(width, *self._moved(inputs, numbers))
 
     def _step(self, width: int, inputs: Tensor, numbers: Tensor) -> Tensor:
         """Read tokens and draw the next ones, see `_drawn`; without waiting for the device, and with equal shapes in
@@ -179,7 +181,7 @@ class PolicySession:
         """Read what these samples have; returns a cache of left-padded rows, its mask [P, L], and their parts of it."""
         tokens, cache = [request.rest(0) for request in requests], DynamicCache(config=self._config)
         ids, mask = left_padded(tokens, requests[0].decoding.pad)
-        ids, mask = ids.to(self._device, non_blocking=True), mask.to(self._device, non_blocking=True)
+        ids, mask = self._moved(ids, mask)
         first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         lengths = following = list(map(len, tokens))
         if self._prefill is not None:
@@ -192,6 +194,10 @@ class PolicySession:
             states = states_of(cache, i, length) if self._refills else []
             prompts.append(Read(states, out.logits[i, -1], length, position - length))
         return cache, mask, prompts
+
+    def _moved(self, *given: Tensor) -> list[Tensor]:
+        """Tensors of the host on the device, for which the host does not wait."""
+        return [tensor.to(self._device, non_blocking=True) for tensor in given]
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -225,11 +231,15 @@ class PolicySession:
         self._decoding = self._queue[0][1].decoding
         rows = min(self._most, len(self._queue))
         if self._refills and (self._kept is None or self._kept.rows < rows):
-            self._kept = KVRows(self._config, rows, max(_room(request) for _, request in self._queue))
+            self._kept = KVRows(self._config, rows, max(self._room(request) for _, request in self._queue))
+
+    def _room(self, request: Request) -> int:
+        """The number of tokens that a sample has at most."""
+        return len(request.prompt) + request.room
 
     def _read_prompts(self, new: list[tuple[int, Request]], unread: list[int]) -> None:
         """Read the prompts that `new` samples need and that are `unread`."""
-        longest = max((_room(request) for _, request in new), default=0)
+        longest = max((self._room(request) for _, request in new), default=0)
         if self._refills and longest > self._kept.length:
             self._kept.lengthen(longest)
             self._forget_graphs()
@@ -248,13 +258,9 @@ class PolicySession:
     def _shrink(self) -> None:
         """Drop rows without a sample if many are so and no sample waits for one."""
         used = [i for i, row in enumerate(self._rows) if not row.free]
+        least = SHRINK if self._graphs is None else GRAPH_SHRINK
         if not used:
             self._rows = []
-        elif len(used) < SHRINK * len(self._rows) and not (self._queue and self._refills):
+        elif len(used) < least * len(self._rows) and not (self._queue and self._refills):
             width = max(self._rows[i].read for i in used)
             self._rows = [self._rows[i] for i in self._kept.select(used, width)]
-
-
-def _room(request: Request) -> int:
-    """The number of tokens that a sample has at most."""
-    return len(request.prompt) + request.room
