@@ -195,6 +195,7 @@ def stages() -> dict[str, Stage]:
         "lm7": stage("Qwen2.5-7B LoRA", large, 35, 80),
         "qwen60c": stage("Qwen-Image LoRA, compiled", [*qwen, COMPILE], 90, 170),
         "lm7c": stage("Qwen2.5-7B LoRA, compiled", [*large, *fast], 50, 110),
+        "lm05e": stage("Qwen2.5-0.5B, without graphs", [*small, "rollout.enforce_eager=true"], 45, 90),
         "transfers": Stage("fast", transfers, 12, 50),
         "lm05c": stage("Qwen2.5-0.5B, compiled", [*small, *fast], 40, 90),
         "sd35c": stage("SD3.5-medium LoRA, compiled", [*sd3, COMPILE], 60, 110),

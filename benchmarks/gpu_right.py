@@ -19,10 +19,11 @@ from typing import Any
 from unittest.mock import patch
 
 import lm_shapes
+import sampling
 import step
 import torch
 from gpu_fast import COMPILE, LARGE, ON_CPU, QWEN, ROOT, SD3, flow_words, lm_words
-from gpu_lines import CUDA_ONLY, Line, Lines, Stage, device, first_line, seconds, tried
+from gpu_lines import CUDA_ONLY, Line, Lines, Stage, clock, device, first_line, seconds, tried
 from gpu_tiny import tiny
 from measure import Bench
 from torch import Tensor
@@ -41,6 +42,7 @@ from phalanx.tools.numerics import EXACT, measure
 LIMIT = 1e-5  # of |ratio - 1|: a tenth of the clip range of the recipes
 OFF = 0.03  # of attention in bfloat16, relative to the largest value
 NATS = 0.02  # mean difference of log-probs in bfloat16
+SAME = 0.95  # of responses in float32 that other shapes may draw otherwise, by rounding
 START_S, END_S = 90.0, 60.0  # until the ranks of a job work, and until it has ended
 
 
@@ -247,6 +249,21 @@ def packed() -> Lines:
             yield from tried(title, partial(off_from, title, kind, padded))
 
 
+def graphs() -> Lines:
+    """Responses of a long tail of lengths, drawn in float32 by CUDA graphs of the decoding steps, and without."""
+    title = "responses drawn alike by graphs"
+    if ON_CPU:
+        yield Line(title, None, note=CUDA_ONLY)
+        return
+    drawn, took = {}, {}
+    for eager in (False, True):
+        start = clock()
+        drawn[eager] = sampling.session("tail", 12, "cuda", eager=eager)
+        took[eager] = clock() - start
+    same = sum(one == other for one, other in zip(drawn[False], drawn[True], strict=True)) / len(drawn[True])
+    yield Line(title, same >= SAME, same, "", f"{took[False]:.1f} s, {took[True]:.1f} s without graphs")
+
+
 def off_from(title: str, kind: str, padded: Tensor) -> Lines:
     off = float((log_probs(kind, True) - padded).abs().mean())
     yield Line(title, off <= NATS, off, "nats")
@@ -386,5 +403,6 @@ STAGES = {
     "numerics": Stage("right", numerics, 25, 60),
     "fsdp": Stage("right", fsdp, 50, 100),
     "compile": Stage("right", compiled, 60, 120),
+    "graphs": Stage("right", graphs, 25, 60),
     "kill": Stage("right", kill, 20, 160),
 }

@@ -58,21 +58,26 @@ def numbers(lengths: list[int]) -> torch.Tensor:
     return uniform
 
 
-def session(kind: str, rows: int) -> list[list[int]]:
-    """The responses of a session in the trained modules."""
+def session(kind: str, rows: int, device: str = "cpu", *, eager: bool = False) -> list[list[int]]:
+    """The responses of a session in the trained modules; eager: without CUDA graphs."""
     from phalanx.models.lm.model import CausalLM
     from phalanx.rollout.lm.decode import Decoding
     from phalanx.rollout.lm.policy_session import PolicySession
     from phalanx.rollout.lm.session import Request, converse
 
     prompts, lengths = job(kind)
-    how, requests, uniform, module = Decoding(LONGEST, 1.0, [END], 0), [], numbers(lengths), CausalLM(model(), 1024)
+    how, requests, uniform, module = (
+        Decoding(LONGEST, 1.0, [END], 0),
+        [],
+        numbers(lengths),
+        CausalLM(model().to(device), 1024),
+    )
     for i in range(len(lengths)):
         request = Request(prompt=prompts[i // RESPONSES], name=(i,), decoding=how, room=LONGEST)
         vars(request)["numbers"] = uniform[i].contiguous()  # instead of those of its name
         requests.append(request)
     with clocked():
-        converse(PolicySession(module, module.lm.config, torch.device("cpu"), rows), requests)
+        converse(PolicySession(module, module.lm.config, torch.device(device), rows, eager=eager), requests)
     return [request.tokens for request in requests]
 
 

@@ -61,6 +61,7 @@ IN_POLICY = "rollout/flow/in_policy.py"
 LM_POLICY = "rollout/lm/in_policy.py"
 SESSION = "rollout/lm/policy_session.py"
 GRAPH = "rollout/lm/step_graph.py"
+BLOCKS = "rollout/lm/denoise_blocks.py"
 JUDGE = "engines/transformers.py"
 TEXT_ENGINE = "engines/vllm_text.py"
 JUDGE_ENGINE = "engines/vllm.py"
@@ -97,29 +98,20 @@ MUTANTS = [
     Mutant("offload", OFFLOAD, "updated[i].record(computing)", "pass"),
     Mutant("sd3_full", OFFLOAD, "dtype=torch.uint8, device=self._device)", "dtype=torch.uint8)"),
     Mutant("lm", MINI, "weights = weight.to(self.device)", "weights = weight"),
-    Mutant(
-        "blocks",
-        "rollout/lm/denoise_blocks.py",
-        "column = torch.arange(width, device=device)",
-        "column = torch.arange(width)",
-    ),
-    Mutant(
-        "blocks",
-        "rollout/lm/denoise_blocks.py",
-        "torch.eye(width, dtype=torch.bool, device=device)",
-        "torch.eye(width) > 0",
-    ),
     Mutant("lm", LM_POLICY, "ids.to(device), starts.to(device)", "ids, starts.to(device)"),
     Mutant("lm", LM_POLICY, "starts.to(device), lengths.to(device)", "starts, lengths.to(device)"),
     Mutant("lm", LM_POLICY, "lengths.to(device), width", "lengths, width"),
-    Mutant("lm", SESSION, "ids, mask = ids.to(self._device, non_blocking=True), mask", "ids, mask = ids, mask"),
-    Mutant("lm", SESSION, "self._uniform(begun).to(self._device, non_blocking=True)", "self._uniform(begun)"),
+    Mutant("lm", SESSION, "self._moved(ids, mask)", "ids, mask"),
+    Mutant("lm", SESSION, "self._moved(self._uniform(begun))", "[self._uniform(begun)]"),
+    Mutant("blocks", BLOCKS, "self._moved(ids, seen[:, None], position)", "ids, seen[:, None], position"),
+    Mutant("blocks", BLOCKS, "arguments(columns, width, seen)", "arguments(columns, width, seen.cpu())"),
+    Mutant("blocks", BLOCKS, "mask_id) & drawing", "mask_id) & drawing.cpu()"),
     Mutant("lm", GRAPH, "tensor.to(self._device, non_blocking=True) for", "tensor for"),
+    Mutant("lm_2_ranks", GRAPH, "self._root.set_post_optim_event(side.record_event())", "pass"),
     Mutant("lm", GRAPH, "        torch.cuda.current_stream(self._device).wait_stream(side)", "        pass"),
     Mutant("lm", GRAPH, "side.wait_stream(torch.cuda.current_stream(self._device))", "pass"),
     Mutant("lm_packed", "models/lm/packing.py", "torch.cat(positions)]).to(ids.device)", "torch.cat(positions)])"),
     Mutant("ppo", "training/critic_trainer.py", "weight = weight.to(self.world.device)", "weight = weight"),
-    Mutant("blocks", "rollout/lm/denoise_blocks.py", "input_ids=ids.to(device)", "input_ids=ids"),
     Mutant("blocks", "rollout/lm/in_blocks.py", "step.to(ids.device), seeds.to", "step.to('cpu'), seeds.to"),
     Mutant("judge", JUDGE, "noise.to(scores.device)", "noise"),
     Mutant("judge_beside", JUDGE, ").to(self._device, dtype=self._model.dtype)", ")"),

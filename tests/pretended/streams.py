@@ -53,6 +53,8 @@ class Stream(Clock):
         return self.done[self]
 
     def wait_stream(self, other: "Stream") -> None:
+        if RECORD.tape is not None and self is not other:
+            RECORD.fault("a stream that waits within a graph becomes a part of it")
         self.follow(other)
 
     def wait_event(self, event: "Event") -> None:

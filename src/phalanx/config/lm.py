@@ -175,7 +175,9 @@ class LMRolloutConfig(RolloutConfig):
         "which vLLM gets once and keeps (adapter), unless vLLM takes no such LoRA",
         choices=("merged", "adapter"),
     )
-    enforce_eager: bool = arg(False, "vllm: neither compile nor capture CUDA graphs; slower, for finding faults")
+    enforce_eager: bool = arg(
+        False, "vllm: neither compile nor capture CUDA graphs; policy: no graphs; slower, for finding faults"
+    )
     max_sync_error: Optional[float] = arg(
         None,
         "vllm: largest mean difference from the policy's log-probs, on a probe after each weight update; later ones "

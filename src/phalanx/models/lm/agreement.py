@@ -199,7 +199,7 @@ def _decoded_log_probs(module: CausalLM, ids: Tensor, lengths: Sequence[int], lo
     cache, following = DynamicCache(config=module.lm.config), prompts
     first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     if module.vision is not None:
-        first, following = module.vision.prefill(read, mask, looks)
+        first, following = module.vision.prefill(read, prompts, looks)
     out = module(input_ids=read, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     if module.masks and KVRows.serves(module.lm.config):
         kept: Any = KVRows(module.lm.config, 3, max(lengths))

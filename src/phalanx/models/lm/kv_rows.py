@@ -8,6 +8,7 @@ mask, decode in Columns: their rows begin together, left-padded, and share the c
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -24,34 +25,46 @@ CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (
 States = list[tuple[Tensor, ...]]  # keys and values [H, L, D] of a prompt by layer; () if a layer shares another one's
 
 
+@dataclass(eq=False)
+class _Step:
+    """Shared by the layers: their sizes, where the step writes [n x Q], of all rows' columns one after another,
+    and the number of columns that it sees. Not KVRows itself: a cycle would keep the buffers for the collector.
+    """
+
+    rows: int
+    length: int
+    at: Tensor
+    width: int = 0
+
+
 class _Layer(DynamicLayer):
     """The buffers [rows, length + 1, H, D] of a layer; the last column takes what belongs to no sample."""
 
     _layer_type = None  # transformers registers subclasses by it
 
-    def __init__(self, kept: "KVRows") -> None:
+    def __init__(self, step: _Step) -> None:
         super().__init__()
-        self.kept, self.buffers = kept, list[Tensor]()
+        self.step, self.buffers = step, list[Tensor]()
 
     def allocate(self, *states: Tensor) -> list[Tensor]:
         """The buffers, made at the first call for keys and values [..., H, *, D] like these."""
         if not self.buffers:
             for one in states:
-                shape = self.kept.rows, self.kept.length + 1, one.shape[-3], one.shape[-1]
+                shape = self.step.rows, self.step.length + 1, one.shape[-3], one.shape[-1]
                 self.buffers.append(_zeros(shape, one.dtype, one.device))
         return self.buffers
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values [n, H, Q, D] of the step; returns those of the visible columns [n, H, width, D]."""
-        kept, shown = self.kept, []
+        step, shown = self.step, []
         for buffer, states in zip(self.allocate(key_states, value_states), (key_states, value_states), strict=True):
-            buffer.flatten(0, 1).index_copy_(0, kept.at, states.transpose(1, 2).flatten(0, 1))
-            shown.append(buffer[: len(states), : kept.width].transpose(1, 2))
+            buffer.flatten(0, 1).index_copy_(0, step.at, states.transpose(1, 2).flatten(0, 1))
+            shown.append(buffer[: len(states), : step.width].transpose(1, 2))
         return shown[0], shown[1]
 
     def get_seq_length(self) -> int:
         """The number of visible columns."""
-        return self.kept.width
+        return self.step.width
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -63,17 +76,26 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class KVRows:
-    """Up to `rows` samples of up to `length` tokens. `at` and `width`: where the current step writes, what it sees."""
+    """Up to `rows` samples of up to `length` tokens."""
 
     refills = True  # whether rows begin and wait at any time
 
     def __init__(self, config: Any, rows: int, length: int) -> None:
-        self.rows, self.length, self.width = rows, length, 0
-        self.at = torch.zeros(0, dtype=torch.long)  # [n x Q], of the buffers' first two dims together
+        self._step = _Step(rows, length, torch.zeros(0, dtype=torch.long))
         self.cache = DynamicCache(config=config)
-        self.cache.layers = [_Layer(self) for _ in self.cache.layers]
+        self.cache.layers = [_Layer(self._step) for _ in self.cache.layers]
         if self.cache.layer_class_to_replicate is not None:
-            self.cache.layer_class_to_replicate = partial(_Layer, self)
+            self.cache.layer_class_to_replicate = partial(_Layer, self._step)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self._step.rows
+
+    @property
+    def length(self) -> int:
+        """The number of columns."""
+        return self._step.length
 
     @staticmethod
     def serves(config: Any) -> bool:
@@ -83,17 +105,17 @@ class KVRows:
         return kinds == {DynamicLayer}
 
     def fill(self, rows: Sequence[int], states: States) -> None:
-        """Let these rows begin with a prompt."""
+        """Let these rows begin with a prompt; without `states`, with nothing."""
         while len(self.cache.layers) < len(states):
-            self.cache.layers.append(_Layer(self))
-        for layer, given in zip(self.cache.layers, states, strict=True):
+            self.cache.layers.append(_Layer(self._step))
+        for layer, given in zip(self.cache.layers, states, strict=bool(states)):
             for buffer, one in zip(layer.allocate(*given), given, strict=True):
                 for row in rows:
                     buffer[row, : one.shape[1]] = one.transpose(0, 1)
 
     def lengthen(self, length: int) -> None:
         """Copy all rows into longer ones."""
-        more, self.length = length - self.length, length
+        more, self._step.length = length - self.length, length
         for layer in self.cache.layers:
             layer.buffers = [pad(buffer, (0, 0, 0, 0, 0, more)) for buffer in layer.buffers]
 
@@ -113,8 +135,8 @@ class KVRows:
         before `width`: those up to their own, or the `visible` ones, [n, Q, width] bool.
         """
         first = torch.arange(len(columns), device=columns.device)[:, None] * (self.length + 1)
-        self.at = (first + torch.where(columns < 0, self.length, columns)).flatten()
-        self.width = width
+        self._step.at = (first + torch.where(columns < 0, self.length, columns)).flatten()
+        self._step.width = width
         if visible is None:
             visible = torch.arange(width, device=columns.device) <= columns.clamp(min=0)[..., None]
         return {"attention_mask": visible[:, None], CACHE: self.cache}

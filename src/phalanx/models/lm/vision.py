@@ -223,9 +223,10 @@ class Vision:
         at, delta = self.model.get_rope_index(ids, (ids == self.image).long(), image_grid_thw=grid)
         return at[:, 0], ids.shape[1] + int(delta)
 
-    def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], list[int]]:
-        """Arguments of a forward over left-padded prompts, ids and mask [P, L], and the P positions after them."""
-        lengths = mask.sum(1).tolist()
+    def prefill(
+        self, ids: Tensor, lengths: Sequence[int], looks: Sequence[Look | None]
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Arguments of a forward over left-padded prompts, ids [P, L], and the P positions after them."""
         at = self.positions(looks, ids.shape[1])
         shifted = torch.zeros_like(at)
         for i, length in enumerate(lengths):

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from phalanx.functional.block_states import confident, least_unmasked
-from phalanx.models.lm.kv_rows import CACHE
-from phalanx.rollout.lm.decode import Decoding, check_finite, draw
-from phalanx.rollout.lm.policy_session import SHRINK
+from phalanx.functional.tokens import left_padded
+from phalanx.models.lm.kv_rows import CACHE, states_of
+from phalanx.rollout.lm.decode import Decoding, draw
+from phalanx.rollout.lm.policy_session import PolicySession, Read
 from phalanx.rollout.lm.session import Request
 
 TOGETHER = 2**24  # logits that are drawn from at once; each takes up to 50 bytes of temporary memory
@@ -42,69 +43,64 @@ class Denoising(Decoding):
         return self.steps if self.confidence == "token" else 1
 
 
-class BlockSession:
+class BlockSession(PolicySession):
     """See phalanx.rollout.lm.session.Session. `forward` and `config` are the language model's.
 
-    rows: samples drawn at once; the others wait until all of these have ended.
+    rows: samples drawn at once; further ones wait until one ends.
     """
 
     def __init__(self, forward: Callable[..., Any], config: Any, device: torch.device, rows: int) -> None:
-        self._forward, self._config, self._device, self._most = forward, config, device, rows
-        self._queue: list[Request] = []
-        self._block = 0  # the number of the next block
-        self._finite = torch.ones((), dtype=torch.bool, device=device)
-        self._forget_rows()
-
-    def _forget_rows(self) -> None:
-        """Free what the samples held: their keys and values must not outlive them."""
-        self._rows: list[Request] = []
-        self._cache, self._passed = DynamicCache(config=self._config), dict[str, Any]()
-        self._seen = self._start = self._numbers = self._state = torch.empty(0)
-
-    def add(self, request: Request) -> None:
-        """See Session."""
-        self._queue.append(request)
-
-    def close(self) -> None:
-        """See Session."""
-        finite, self._finite = self._finite, torch.ones_like(self._finite)
-        self._queue = []
-        self._forget_rows()
-        check_finite(finite)
+        super().__init__(forward, config, device, rows, eager=True)
 
     @torch.no_grad()
     def step(self) -> list[Request]:
         """See Session: a block of each sample."""
+        self._shrink()
         if self._rows:
-            self._finish()
-        else:
-            self._begin()
-        decoding = self._decoding
-        size, rows = decoding.size, len(self._rows)
-        state = torch.full((rows, size), decoding.mask_id, device=self._device)
-        tails = [len(request.rest(0)) % size if self._block == 0 else 0 for request in self._rows]
-        for i, (tail, request) in enumerate(zip(tails, self._rows, strict=True)):
-            state[i, :tail] = torch.tensor(request.rest(0)[len(request.rest(0)) - tail :], dtype=torch.long)
-        self._seen = torch.cat([self._seen, self._seen.new_ones(rows, size)], 1)
-        within = torch.arange(size, device=self._device)
-        self._passed = {
-            "attention_mask": self._seen[:, None, None].expand(-1, 1, size, -1),
-            "position_ids": self._start[:, None] + self._block * size + within,
-            CACHE: self._cache,
-            "use_cache": True,
-        }
-        prompts = torch.tensor([len(request.prompt) for request in self._rows], device=self._device)
-        # [B, S]: index of each token in its response
-        place = (self._passed["position_ids"] - prompts[:, None]).clamp(min=0)
+            self._finish(cast(Denoising, self._decoding).size)
+        self._admit()
+        state, chosen, steps = self._denoised(cast(Denoising, self._decoding))
+        over = []
+        for row, tokens, log_probs, unmasked in zip(self._rows, state, chosen, steps, strict=True):
+            request, first = row.request, len(row.request.rest(row.read))
+            if row.draws and request.say(tokens[first:], log_probs[first:], unmasked[first:]):
+                over.append(request)
+        return over
+
+    def _finish(self, size: int) -> None:
+        """Read the last block of each sample that goes on."""
+        feeds: list[list[int]] = []
+        for row in self._rows:
+            feeds.append(row.request.rest(row.read)[:size] if row.draws else [])
+        if any(feeds):
+            [ids] = self._moved(torch.tensor([feed or [0] * size for feed in feeds]))
+            self._forward(input_ids=ids, **self._block(list(map(bool, feeds)), size), logits_to_keep=1)
+            for row, feed in zip(self._rows, feeds, strict=True):
+                row.read += len(feed)
+
+    def _denoised(self, decoding: Denoising) -> tuple[list[list[int]], list[list[float]], list[list[int]]]:
+        """The next block of each row, which begins with tokens that are known: [B, S] tokens, their log-probabilities
+        and the steps that unmasked them.
+        """
+        size, draws = decoding.size, [row.draws for row in self._rows]
+        begun, uniform = [], []
+        for row in self._rows:
+            known = row.request.rest(row.read)[:size] if row.draws else [decoding.pad] * size
+            begun.append(known + [decoding.mask_id] * (size - len(known)))
+            place = torch.arange(size) + row.read - len(row.request.prompt)  # of each token in its response
+            numbers = row.request.numbers.view(decoding.draws, decoding.limit)
+            uniform.append(numbers[:, place.clamp(0, decoding.limit - 1)])
+        state, drawing, numbers = self._moved(
+            torch.tensor(begun), torch.tensor(draws)[:, None], torch.stack(uniform, 1)
+        )
+        given = self._block(draws, size)
         steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=self._device)
         for k, least in enumerate(least_unmasked(size, decoding.steps)):
-            masked = state == decoding.mask_id
+            masked = (state == decoding.mask_id) & drawing
             if not masked.any():
                 break
-            logits = self._forward(input_ids=state, **self._passed).logits
-            self._cache.crop(-size)
-            numbers = self._numbers[:, min(k, decoding.draws - 1)].gather(1, place)
-            token, probability, confidence = drawn_tokens(logits, masked, numbers, decoding)
+            logits = self._forward(input_ids=state, **given).logits
+            token, probability, confidence = drawn_tokens(logits, masked, numbers[min(k, decoding.draws - 1)], decoding)
             del logits  # free the memory before the next step's logits
             self._finite &= probability.isfinite().all()
             sure = torch.zeros(state.shape, device=self._device).masked_scatter(masked, confidence)
@@ -112,72 +108,41 @@ class BlockSession:
             state = torch.where(now, state.masked_scatter(masked, token), state)
             chosen = torch.where(now, chosen.masked_scatter(masked, probability), chosen)
             steps = torch.where(now, k, steps)
-        self._state, over = state, []
-        columns = zip(self._rows, tails, state.tolist(), chosen.tolist(), steps.tolist(), strict=True)
-        for request, first, tokens, log_probs, unmasked in columns:
-            if not request.over and request.say(tokens[first:], log_probs[first:], unmasked[first:]):
-                over.append(request)
-        if all(request.over for request in self._rows):
-            self._forget_rows()
-        self._block += 1
-        return over
+        return state.tolist(), chosen.tolist(), steps.tolist()
 
-    def _begin(self) -> None:
-        """Read the prompts of the next samples, with the blocks that were drawn before."""
-        self._rows, self._queue = self._queue[: self._most], self._queue[self._most :]
-        decoding = cast(Denoising, self._rows[0].decoding)  # BlockDiffusionRollout makes no others
-        self._decoding, self._block = decoding, 0
-        begun = [tuple(request.rest(0)) for request in self._rows]
-        distinct = list(dict.fromkeys(begun))
-        at, prompts = [distinct.index(tokens) for tokens in begun], [list(tokens) for tokens in distinct]
-        self._seen, self._start = read(self._forward, self._cache, prompts, at, decoding, self._device)
-        numbers = torch.stack([request.numbers for request in self._rows])
-        self._numbers = numbers.view(len(self._rows), decoding.draws, decoding.limit).to(self._device)
+    def _room(self, request: Request) -> int:
+        """See PolicySession; the last block may have more tokens than the request asks for."""
+        size = cast(Denoising, request.decoding).size
+        return -(-super()._room(request) // size) * size
 
-    def _finish(self) -> None:
-        """Add the keys and values of the last block to the cache, and drop samples that have ended if they are many."""
-        self._forward(input_ids=self._state, **self._passed, logits_to_keep=1)
-        going = [i for i, request in enumerate(self._rows) if not request.over]
-        if len(going) < SHRINK * len(self._rows):
-            at = torch.tensor(going, device=self._device)
-            self._cache.batch_select_indices(at)
-            self._seen, self._start, self._numbers = self._seen[at], self._start[at], self._numbers[at]
-            self._rows = [self._rows[i] for i in going]
+    def _block(self, takes: list[bool], size: int) -> dict[str, Any]:
+        """Arguments of a pass over the next block of the rows that take one, whose tokens all see one another."""
+        start = torch.tensor([row.read for row in self._rows])[:, None]
+        position = start + torch.arange(size)
+        width = int((start + size)[torch.tensor(takes)].max())
+        seen = (torch.arange(width) < start[..., None] + size).expand(-1, size, -1)
+        columns, seen, position = self._moved(position.where(torch.tensor(takes)[:, None], -1), seen, position)
+        return {**self._kept.arguments(columns, width, seen), "position_ids": position, "use_cache": True}
 
-
-def read(
-    forward: Callable[..., Any],
-    cache: DynamicCache,
-    prompts: list[list[int]],
-    rows: list[int],
-    decoding: Denoising,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Read the complete blocks of each prompt once. Returns which columns of the cache hold tokens [B, width], and the
-    position [B] of the first block of each response.
-    """
-    whole = [len(prompt) // decoding.size * decoding.size for prompt in prompts]
-    width = max(whole)
-    # left-padded by complete blocks, so that all responses begin in the same column
-    ids = torch.full((len(prompts), width), decoding.pad)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - whole[i] :] = torch.tensor(prompt[: whole[i]], dtype=torch.long)
-    start = torch.tensor(whole, device=device)
-    column = torch.arange(width, device=device)
-    real, at = column >= width - start[:, None], torch.tensor(rows, device=device)
-    if width:
-        block = column // decoding.size
-        seen = (block[:, None] >= block) & real[:, None]
-        forward(
-            input_ids=ids.to(device),
-            attention_mask=(seen | torch.eye(width, dtype=torch.bool, device=device))[:, None],
-            position_ids=(column - width + start[:, None]).clamp(min=0),
-            **{CACHE: cache},
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache.batch_select_indices(at)
-    return real[at], start[at]
+    def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[Read]]:
+        """Read the complete blocks of each sample, left-padded by complete blocks."""
+        decoding, cache = cast(Denoising, self._decoding), DynamicCache(config=self._config)
+        blocks = [request.rest(0)[: len(request.rest(0)) // decoding.size * decoding.size] for request in requests]
+        ids, mask = left_padded(blocks, decoding.pad)
+        width, lengths = ids.shape[1], mask.sum(1, keepdim=True)
+        if width:
+            column = torch.arange(width)
+            block = column // decoding.size
+            seen = (block[:, None] >= block) & (mask > 0)[:, None] | torch.eye(width, dtype=torch.bool)
+            position = (column - width + lengths).clamp(min=0)
+            ids, seen, position = self._moved(ids, seen[:, None], position)
+            beside = {CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+            self._forward(input_ids=ids, attention_mask=seen, position_ids=position, **beside)
+        read = []
+        for i, tokens in enumerate(blocks):
+            states = states_of(cache, i, len(tokens)) if width else []
+            read.append(Read(states, torch.zeros(0), len(tokens), 0))
+        return cache, mask, read
 
 
 def drawn_tokens(logits: Tensor, masked: Tensor, uniform: Tensor, decoding: Denoising) -> tuple[Tensor, Tensor, Tensor]:

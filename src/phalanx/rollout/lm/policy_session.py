@@ -19,10 +19,12 @@ from phalanx.rollout.lm.decode import Decoding, check_finite, draw, drawn_log_pr
 from phalanx.rollout.lm.session import Request
 from phalanx.rollout.lm.step_graph import StepGraphs
 
-# takes ids and mask of left-padded prompts and their images; returns arguments of the forward pass, and next positions
-Prefill = Callable[[Tensor, Tensor, list[Any]], tuple[dict[str, Any], list[int]]]
+# takes ids and lengths of left-padded prompts, and their images; returns arguments of the pass, and next positions
+Prefill = Callable[[Tensor, list[int], list[Any]], tuple[dict[str, Any], list[int]]]
 
-SHRINK = 0.75  # if a smaller fraction of the rows is in use and none waits for one, the others are dropped
+# if a smaller fraction of the rows is in use and none waits for one, the others are dropped
+SHRINK = 0.75
+GRAPH_SHRINK = 0.5  # with graphs, since each number of rows needs one
 
 
 @dataclass(eq=False)
@@ -49,11 +51,12 @@ class _Row:
 
 
 @dataclass(eq=False)
-class _Prompt:
-    """A prompt that was read: its keys and values, logits [V] after it, and its `ahead`."""
+class Read:
+    """A prompt that was read: its keys and values, logits [V] after it, and see _Row."""
 
     states: States
     logits: Tensor
+    read: int
     ahead: int
 
 
@@ -79,7 +82,8 @@ class PolicySession:
         self._forward, self._config, self._device = forward, config, device
         self._most, self._prefill, self._scores = rows, prefill, scores
         self._refills = masks and KVRows.serves(config)  # whether rows begin and pause at any time
-        self._graphs = StepGraphs(self._step, device) if self._refills and device.type == "cuda" and not eager else None
+        graphs = self._refills and device.type == "cuda" and not eager
+        self._graphs = StepGraphs(self._step, device, forward) if graphs else None
         self.close_rows()
 
     def close_rows(self) -> None:
@@ -87,7 +91,7 @@ class PolicySession:
         self._queue: list[tuple[int, Request]] = []  # each with the number of its prompt
         self._numbers: dict[Any, int] = {}  # of prompts: samples of one that have the same tokens so far share it
         self._rows: list[_Row] = []
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, Read] = {}
         self._kept: Any = None  # KVRows or Columns
         self._decoding: Decoding
         self._finite = torch.ones((), dtype=torch.bool, device=self._device)
@@ -115,7 +119,7 @@ class PolicySession:
         new = self._admit()
         if new:
             begun, prompts = zip(*new, strict=True)
-            numbers = self._uniform(begun).to(self._device, non_blocking=True)
+            [numbers] = self._moved(self._uniform(begun))
             parts.append(self._drawn(torch.stack([prompt.logits for prompt in prompts]), numbers))
             requests += begun
         if not parts:  # all wait for answers
@@ -151,7 +155,7 @@ class PolicySession:
         width = max(row.read for row in self._rows)
         if self._graphs is not None and ids.shape[1] == 1:
             return self._graphs(inputs, numbers, width, self._kept.length)
-        return self._step(width, *(given.to(self._device, non_blocking=True) for given in (inputs, numbers)))
+        return self._step(width, *self._moved(inputs, numbers))
 
     def _step(self, width: int, inputs: Tensor, numbers: Tensor) -> Tensor:
         """Read tokens and draw the next ones, see `_drawn`; without waiting for the device, and with equal shapes in
@@ -173,27 +177,31 @@ class PolicySession:
         """Their random numbers [n]."""
         return torch.tensor([0.0 if request is None else request.number for request in requests])
 
-    def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[_Prompt]]:
+    def _prefilled(self, requests: list[Request]) -> tuple[DynamicCache, Tensor, list[Read]]:
         """Read what these samples have; returns a cache of left-padded rows, its mask [P, L], and their parts of it."""
         tokens, cache = [request.rest(0) for request in requests], DynamicCache(config=self._config)
         ids, mask = left_padded(tokens, requests[0].decoding.pad)
-        ids, mask = ids.to(self._device, non_blocking=True), mask.to(self._device, non_blocking=True)
+        ids, mask = self._moved(ids, mask)
         first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        following = list(map(len, tokens))
+        lengths = following = list(map(len, tokens))
         if self._prefill is not None:
-            first, following = self._prefill(ids, mask, [request.look for request in requests])
+            first, following = self._prefill(ids, lengths, [request.look for request in requests])
         out = self._forward(
             input_ids=ids, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1
         )
         prompts = []
-        for i, (read, position) in enumerate(zip(tokens, following, strict=True)):
-            states = states_of(cache, i, len(read)) if self._refills else []
-            prompts.append(_Prompt(states, out.logits[i, -1], position - len(read)))
+        for i, (length, position) in enumerate(zip(lengths, following, strict=True)):
+            states = states_of(cache, i, length) if self._refills else []
+            prompts.append(Read(states, out.logits[i, -1], length, position - length))
         return cache, mask, prompts
+
+    def _moved(self, *given: Tensor) -> list[Tensor]:
+        """Tensors of the host on the device, for which the host does not wait."""
+        return [tensor.to(self._device, non_blocking=True) for tensor in given]
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[tuple[Request, _Prompt]]:
+    def _admit(self) -> list[tuple[Request, Read]]:
         """Give rows to waiting samples; returns them with their prompts."""
         if not self._queue or (self._rows and not self._refills):
             return []
@@ -209,7 +217,7 @@ class PolicySession:
         result = []
         for place, (key, request) in zip(places, new, strict=False):
             prompt = self._prompts[key]
-            self._rows[place : place + 1] = [_Row(request, len(request.rest(0)), prompt.ahead)]
+            self._rows[place : place + 1] = [_Row(request, prompt.read, prompt.ahead)]
             result.append((request, prompt))
         if self._refills:
             for key, places in rows.items():
@@ -223,11 +231,15 @@ class PolicySession:
         self._decoding = self._queue[0][1].decoding
         rows = min(self._most, len(self._queue))
         if self._refills and (self._kept is None or self._kept.rows < rows):
-            self._kept = KVRows(self._config, rows, max(_room(request) for _, request in self._queue))
+            self._kept = KVRows(self._config, rows, max(self._room(request) for _, request in self._queue))
+
+    def _room(self, request: Request) -> int:
+        """The number of tokens that a sample has at most."""
+        return len(request.prompt) + request.room
 
     def _read_prompts(self, new: list[tuple[int, Request]], unread: list[int]) -> None:
         """Read the prompts that `new` samples need and that are `unread`."""
-        longest = max((_room(request) for _, request in new), default=0)
+        longest = max((self._room(request) for _, request in new), default=0)
         if self._refills and longest > self._kept.length:
             self._kept.lengthen(longest)
             self._forget_graphs()
@@ -246,13 +258,9 @@ class PolicySession:
     def _shrink(self) -> None:
         """Drop rows without a sample if many are so and no sample waits for one."""
         used = [i for i, row in enumerate(self._rows) if not row.free]
+        least = SHRINK if self._graphs is None else GRAPH_SHRINK
         if not used:
             self._rows = []
-        elif len(used) < SHRINK * len(self._rows) and not (self._queue and self._refills):
+        elif len(used) < least * len(self._rows) and not (self._queue and self._refills):
             width = max(self._rows[i].read for i in used)
             self._rows = [self._rows[i] for i in self._kept.select(used, width)]
-
-
-def _room(request: Request) -> int:
-    """The number of tokens that a sample has at most."""
-    return len(request.prompt) + request.room

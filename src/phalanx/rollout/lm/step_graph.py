@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,8 +47,9 @@ class StepGraphs:
     A step that cannot be captured runs as it is, from then on.
     """
 
-    def __init__(self, step: Step, device: torch.device) -> None:
-        self._step, self._device, self._checked, self._works = step, device, False, True
+    def __init__(self, step: Step, device: torch.device, root: Any) -> None:
+        """root: what the step calls, which may be sharded."""
+        self._step, self._device, self._root, self._checked, self._works = step, device, root, False, True
         self.forget()
 
     def forget(self) -> None:
@@ -84,6 +86,9 @@ class StepGraphs:
                     with _OnDevice():
                         self._step(key[1], *static)
                     self._checked = True
+                if isinstance(self._root, FSDPModule):
+                    # otherwise its streams wait for this one at each pass, and would become parts of the graph
+                    self._root.set_post_optim_event(side.record_event())
                 graph = torch.cuda.CUDAGraph()
                 # only of this thread: others may use the device for rewards
                 with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):

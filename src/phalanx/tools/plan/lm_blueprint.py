@@ -26,17 +26,18 @@ from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.composite import text_part
-from phalanx.models.lm.kv_rows import CACHE
+from phalanx.models.lm.kv_rows import Columns, KVRows
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import causal_lm
 from phalanx.models.lm.model import DTYPES, CausalLM
 from phalanx.models.lm.packing import Row
 from phalanx.models.stored import cast_weights
-from phalanx.rollout.lm.decode import Decoding, draw
-from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens, read
+from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import drawn_at_once
+from phalanx.rollout.lm.session import Request
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import NOTHING, Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
@@ -211,20 +212,27 @@ class PlannedLMRollout(LMRollout):
         if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
-        forward, length = self.policy.trained.module, self.before + decoding.limit
-        shape = (-(-count // n), self.before) if again is None else (count, max(length - again, self.before))
-        ids = torch.zeros(shape, dtype=torch.long, device=META)
-        cache = DynamicCache(config=self.policy.settings)
-        given: dict[str, Any] = {}
-        if looks is not None:
-            shown = list(dict.fromkeys(looks))[: len(ids)]
-            given, _ = self.policy.vision.prefill(ids, torch.ones(ids.shape, dtype=torch.long), shown)
-        forward(input_ids=ids, **given, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        full = self._filled_cache(cache, count, length - 1)
-        del cache
-        at = torch.full((count, 1), length - 1, device=META)
-        out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)
-        draw(out.logits[:, -1].float(), torch.empty(count, device=META), decoding)
+        length = self.before + decoding.limit
+        rows, read = (-(-count // n), self.before) if again is None else (count, max(length - again, self.before))
+        shown = [None] * rows if looks is None else list(dict.fromkeys(looks))[:rows]
+        prompts: list[Request] = []
+        for look in shown:
+            prompts.append(Request(prompt=[0] * read, name=(), decoding=decoding, room=decoding.limit, look=look))
+        session: Any = self.session
+        session._decoding = decoding
+        cache, mask, (first, *_) = session._prefilled(prompts)
+        if session._refills:
+            session._kept = KVRows(self.policy.settings, count, length)
+            session._kept.fill([], first.states)
+        else:
+            session._kept = Columns(self._filled_cache(cache, count, length - 1), mask, [0] * count)
+        del cache, first
+        self._draw_last(session, count, length)
+        session.close_rows()
+
+    def _draw_last(self, session: Any, count: int, length: int) -> None:
+        inputs = torch.full((3, count, 1), length - 1, device=META)
+        session._step(length, inputs, torch.empty(count, device=META))
 
     def _filled_cache(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
         """A cache like the given one, with the keys and values of `count` samples of `length` tokens."""
@@ -312,28 +320,13 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
         return trace, length + (self.most - 1) * size
 
-    def _decode_last(
-        self, count: int, n: int, decoding: Any, looks: Sequence[Any] | None, again: int | None = None
-    ) -> None:
-        """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
-        self.policy.ledger.phase.passes += 1
-        forward, size, length = self.policy.trained.module, self.policy.size, self.before + decoding.limit
-        cache, rows = DynamicCache(config=self.policy.settings), [i // n for i in range(count)]
-        prompts = [[0] * self.before] * (rows[-1] + 1)
-        read(forward, cache, prompts, rows, decoding, META)
-        full = self._filled_cache(cache, count, length)
-        del cache
-        full.crop(-size)
+    def _draw_last(self, session: Any, count: int, length: int) -> None:
+        """A pass over the last block, of which no token is known."""
+        decoding, size = session._decoding, self.policy.size
         state = torch.zeros(count, size, dtype=torch.long, device=META)
-        seen = torch.ones(count, length, dtype=torch.bool, device=META)
-        logits = forward(
-            input_ids=state,
-            attention_mask=seen[:, None, None].expand(-1, 1, size, -1),
-            position_ids=state,
-            **{CACHE: full},
-            use_cache=True,
-        ).logits
-        full.crop(-size)
+        given = session._kept.arguments(state, length, torch.ones(count, size, length, dtype=torch.bool, device=META))
+        forward = self.policy.trained.module
+        logits = forward(input_ids=state, position_ids=state, **given, use_cache=True).logits
         drawn_tokens(logits, state == decoding.mask_id, torch.empty(count, size, device=META), decoding)
 
 
