@@ -36,7 +36,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
     return make
 
 
-@pytest.mark.quick("Images")
+@pytest.mark.quick("Texts")
 def test_only_what_is_off_differs(job: Job, tmp_path: Path) -> None:
     """An exact engine trains bit for bit as the policy's rollout does, and rescoring removes all of the noise."""
     weights = {off: run_ranks(fit, 1, job(off, f"rollout.correction={correction}"))[0] for off, correction in RUNS}
