@@ -102,8 +102,7 @@ class NumericsCheck:
         with _named(name):
             loaded: Any = load_config(self.schema, self.cfg.config, [*keys, *still, place])
         job: RLConfig = loaded
-        if isinstance(loaded, JointConfig):
-            assert self.cfg.part is not None
+        if self.cfg.part is not None:
             job = loaded.parts()[self.cfg.part]
             if self.cfg.part == WRITER:  # pictures are rewarded, which the writer does not make; none is computed
                 job.reward.functions = [FlowRewardFunctionConfig(name="length")]
