@@ -30,8 +30,8 @@ def decoding_forward(trained: TrainedModel) -> Callable[..., Any]:
     """
     seat, module = here(), trained.module
     config = module.lm.config.get_text_config(decoder=True)
-    own_attention = "sdpa" in config._attn_implementation and not getattr(config, "num_kv_shared_layers", 0)
-    if seat is None or trained.world.shard_size > 1 or not own_attention:
+    apart = "sdpa" in config._attn_implementation and not config.to_dict().get("num_kv_shared_layers")
+    if seat is None or trained.world.shard_size > 1 or not apart:
         return module
     return partial(_forward, seat, trained)
 
@@ -51,11 +51,11 @@ def _together(steps: Sequence[Step]) -> list[Any]:
     if len(steps) == 1:
         return [trained.module(**given)]
     parts, rows = [], {}
-    for other, own in steps:
-        rows[other.adapter] = len(own["input_ids"])
-        parts.append((own[CACHE], own["attention_mask"]))
+    for other, step in steps:
+        rows[other.adapter] = len(step["input_ids"])
+        parts.append((step[CACHE], step["attention_mask"]))
     names = ("input_ids", "position_ids")
-    joined: dict[str, Any] = {name: torch.cat([own[name] for _, own in steps]) for name in names}
+    joined: dict[str, Any] = {name: torch.cat([step[name] for _, step in steps]) for name in names}
     # transformers passes a 4D mask on unchanged; in a model that drops the parts, it makes all outputs NaN
     joined["attention_mask"] = torch.full((1, 1, 1, 1), torch.nan, device=joined["input_ids"].device)
     config = trained.module.lm.config.get_text_config(decoder=True)
