@@ -79,9 +79,11 @@ def turn_by_turn(model: CausalLM, uniform: torch.Tensor) -> list[list[int]]:
     return whole
 
 
-def talk(model: Any, uniform: torch.Tensor, partner: Answers, join: int, forward: Any = None) -> list[Request]:
+def talk(
+    model: Any, uniform: torch.Tensor, partner: Answers, join: int, forward: Any = None, *, masks: bool = True
+) -> list[Request]:
     requests = asked(PROMPTS, ROWS, uniform, HOW, ROOM)
-    session = PolicySession(forward or model, model.lm.config, torch.device("cpu"), len(ROWS))
+    session = PolicySession(forward or model, model.lm.config, torch.device("cpu"), len(ROWS), masks=masks)
     converse(session, requests, partner, join)
     return requests
 
@@ -101,6 +103,12 @@ def test_conversations_are_their_turns_one_after_the_other(model: CausalLM, unif
             assert talked.cut == (partner.heard[i] < TURNS or talked.turn[-1] not in HOW.ends)
     assert {len(partner.said[i]) for i in range(len(ROWS))} >= {2, 4}
     assert 0 < sum(talked.cut for talked in spoken) < len(ROWS)
+
+
+def test_a_class_that_takes_no_finished_mask_talks_in_shared_columns(model: CausalLM, uniform: torch.Tensor) -> None:
+    expected = [talked.tokens for talked in talk(model, uniform, Answers(), 8)]
+    assert [talked.tokens for talked in talk(model, uniform, Answers(), 1000, masks=False)] == expected
+    assert [talked.tokens for talked in talk(model, uniform, Answers(), 0, masks=False)] == expected
 
 
 def test_one_turn_is_a_response_in_any_batch(model: CausalLM, uniform: torch.Tensor) -> None:
