@@ -245,9 +245,10 @@ class LMRollout:
         """Draws the tokens; other engines override this. With `facts` that are not exact, it gives log-probs."""
         vision, module = self.policy.vision, self.policy.trained.module
         prefill = None if vision is None else vision.prefill
-        options = {"scores": not self.exact, "masks": module.masks, "eager": self.config.enforce_eager}
-        rows, settings = self.micro_batch_size, self.policy.settings
         forward = decoding_forward(self.policy.trained)
+        eager = self.config.enforce_eager or forward is not module  # other jobs' steps are not in a graph of this one
+        options = {"scores": not self.exact, "masks": module.masks, "eager": eager}
+        rows, settings = self.micro_batch_size, self.policy.settings
         return PolicySession(forward, settings, self.world.device, rows, prefill, **options)
 
     @contextmanager
