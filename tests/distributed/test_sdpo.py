@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from phalanx.config.lm import LMRLConfig
+from phalanx.config.messages import ConfigError
 from phalanx.engines.transformers import load_processor
 from phalanx.run.rl import build
 from phalanx.run.rules import load_config
@@ -148,8 +149,10 @@ def test_long_contexts_are_cut(lm_folder: Path, tmp_path: Path) -> None:
 def test_what_is_refused(lm_folder: Path, tmp_path: Path) -> None:
     with refused("algorithm.context: expected some of column, peer, environment, reward, got ['word']"):
         config(lm_folder, tmp_path, "algorithm.context=[word]")
-    with refused("algorithm.context_forms: expected texts with {text}, each once, by names of column, peer, "
-                 "environment, reward, got {'peers': '{text}'}"):  # fmt: skip
+    expected = (
+        r"algorithm.context_forms: expected texts with \{text\}, each once, by names of column, peer, environment, "
+    )
+    with pytest.raises(ConfigError, match=expected):
         config(lm_folder, tmp_path, "algorithm.context_forms={peers: '{text}'}")
     cfg = config(lm_folder, tmp_path)
     text = (tmp_path / "judged.py").read_text().replace("feedback=said", "feedback=said[1:]")
