@@ -172,7 +172,8 @@ def test_the_weights_that_an_algorithm_keeps(sd3_folder: Path, tmp_path: Path) -
 
     plain, nft = memory_with("sft"), memory_with("diffusion_nft")
     average = plain.held["moving average"]
-    assert average > 0 and nft.held == plain.held | {"algorithm's weights": average}
+    before = plain.held["state before a step"] + average
+    assert average > 0 and nft.held == plain.held | {"algorithm's weights": average, "state before a step": before}
     sampling, before = (phases_of(memory)["rollout: sample"] for memory in (nft, plain))
     assert sampling.other > before.other  # the policy's own weights step aside
     followed = memory_with("diffusion_dpo", "actor.ref_model_sync_steps=5", "actor.ppo_mini_batch_size=4")

@@ -275,8 +275,8 @@ def _build_backbone(
     from transformers import AutoModel
 
     options = {"config": config, "state_dict": state, "dtype": dtype, "device_map": {"": device}}
-    checked = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False}
-    backbone, info = AutoModel._model_mapping[type(config)].from_pretrained(None, **options, **checked)
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    backbone, info = AutoModel._model_mapping[type(config)].from_pretrained(None, **options, trust_remote_code=False)
     _require_weights(sorted(info["missing_keys"]), state, published)
     wrong = sorted(info["unexpected_keys"])
     for name, shape, expected in sorted(info["mismatched_keys"]):
