@@ -21,7 +21,7 @@ from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.functional.mismatch import mismatch
+from phalanx.functional.correction import mismatch
 from phalanx.functional.token_budget import in_order
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.in_policy import LMRollout

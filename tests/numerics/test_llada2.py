@@ -16,11 +16,12 @@ from phalanx.config.lm import LMDataConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
+from phalanx.models.lm.kv_rows import CACHE
 from phalanx.models.lm.llada2 import LLaDA2Config
 from phalanx.models.lm.lm_export import export_model
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_model
-from phalanx.models.lm.model import CACHE, CausalLM
+from phalanx.models.lm.model import CausalLM
 from phalanx.models.lora import add_lora, merge_lora
 from tests.helpers.llada2 import SETTINGS, tiny_llada2
 
