@@ -274,16 +274,20 @@ def _build_backbone(
     """The transformer with exactly these weights."""
     from transformers import AutoModel
 
-    options = {"config": config, "state_dict": state, "dtype": dtype, "device_map": {"": device}}
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    backbone, info = AutoModel._model_mapping[type(config)].from_pretrained(None, **options, trust_remote_code=False)
-    _require_weights(sorted(info["missing_keys"]), state, published)
-    wrong = sorted(info["unexpected_keys"])
-    for name, shape, expected in sorted(info["mismatched_keys"]):
-        wrong.append(f"{name} of {list(shape)} rather than {list(expected)}")
+    with torch.device("meta"):
+        empty = AutoModel.from_config(config, trust_remote_code=False)
+    expected = empty.state_dict()
+    _require_weights(sorted(expected), state, published)
+    wrong = sorted(state.keys() - expected.keys())
+    for name, value in state.items():
+        if name in expected and value.shape != expected[name].shape:
+            wrong.append(f"{name} of {list(value.shape)} rather than {list(expected[name].shape)}")
     if wrong:
         raise ValueError(
             f"model={published.model!r} has {wrong[0]}, which does not match base={published.base!r}; expected the "
             "base that the model was trained from"
         )
+    backbone: nn.Module = type(empty).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, device_map={"": device}, trust_remote_code=False
+    )
     return backbone.requires_grad_(False).eval()
