@@ -52,8 +52,9 @@ def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dic
     """The metrics of a run's steps, and its weights at the end."""
     trainer: Any = rl.build(config)
     trainer.fit()
-    rows = [json.loads(line) for line in (Path(config.trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    # before the file is read: rank 0 takes part once it has written its last row
     weights = {name: value.detach().clone() for name, value in trainer.policy.trained.whole()}
+    rows = [json.loads(line) for line in (Path(config.trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "actor/grad_norm" in row], weights
 
 

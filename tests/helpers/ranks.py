@@ -148,6 +148,7 @@ def _rank_main(
     # torch recreates its thread pool at the first call after a fork, which is not safe from several threads at once
     torch.set_num_threads(1)
     with open(folder / f"{rank}.stack", "w") as stack:
+        faulthandler.enable(file=stack)  # the stack of a rank that a signal such as SIGSEGV ends
         # written just before the parent's time limit: the stack of a hung rank
         faulthandler.dump_traceback_later(max(timeout - 0.5, timeout / 2), file=stack)
         try:
@@ -191,7 +192,8 @@ def _failures(folder: Path, ranks: Sequence[BaseProcess], hung: Sequence[int]) -
     told = {int(path.stem) for path in errors}
     for rank, process in enumerate(ranks):
         if rank not in told and process.exitcode not in (0, -signal.SIGKILL):
-            found.append((f"rank {rank} died", f"rank {rank}: exit status {process.exitcode}"))
+            stack = (folder / f"{rank}.stack").read_text()
+            found.append((f"rank {rank} died", f"rank {rank}: exit status {process.exitcode}\n{stack}"))
     missing = [r for r, p in enumerate(ranks) if p.exitcode == -signal.SIGKILL]
     if missing and not found:
         found.append((f"ranks {missing} were killed", f"ranks {missing}: killed from outside"))
