@@ -224,99 +224,109 @@ def page(text: str) -> str:
 
 
 def reference() -> Iterator[str]:
-    """The lines below the marker."""
-    yield "## Training jobs\n"
-    yield "These sections belong to `tasks/train_flowgrpo.py` and to `tasks/train_flow_matching.py`.\n"
-    yield from sections(FlowRunConfig)
-    yield "## Reinforcement learning\n"
-    yield "Further sections of `tasks/train_flowgrpo.py`.\n"
-    yield from sections(FlowRLConfig, without=FlowRunConfig)
-    for name in known_modules("phalanx.algorithms"):
-        config = resolve_registry("phalanx.algorithms", name, "algorithm.name").Config
-        yield f"### algorithm.name: {name}\n"
-        own = [row for row in rows(config, "algorithm.") if row.key != "algorithm.name"]
-        yield from table(own)
-    yield "## Reinforcement learning of language models\n"
-    yield "All sections of `tasks/train_grpo.py`; algorithms are those above that train on tokens.\n"
-    yield from sections(LMRLConfig)
-    known = list(rows(LMRLConfig))
+    """The lines below the marker: each key once, where its meaning and default are the same in several tasks."""
+    flow, texts = list(rows(FlowRLConfig)), list(rows(LMRLConfig))
+    common = [row for row in flow if row in texts]
+    yield "## Keys of all training jobs\n"
+    yield "These keys have the same meaning and default in jobs of [images and videos](#images-and-videos) and of"
+    yield "[texts](#language-models), which have the further keys below.\n"
+    yield from sections(FlowRLConfig, common)
+    yield "## Images and videos\n"
+    yield "Further keys of `tasks/train_flowgrpo.py`. `tasks/train_flow_matching.py` has `flow_matching` in place of"
+    yield "`actor`, `algorithm` and `placement`.\n"
+    yield from sections(FlowRLConfig, [row for row in flow if row not in common])
+    supervised = [row for row in rows(FlowMatchingTaskConfig) if row.key.startswith("flow_matching.")]
+    yield from sections(FlowMatchingTaskConfig, supervised)
+    yield "## Language models\n"
+    yield "Further keys of `tasks/train_grpo.py`.\n"
+    yield from sections(LMRLConfig, [row for row in texts if row not in common])
+    stated = {*flow, *texts}
     for heading, schema in (("Supervised fine-tuning", SFTConfig), ("Preference optimisation", DPOConfig)):
         yield f"## {heading} of language models\n"
         yield f"{sentence(schema)} The keys are those of `tasks/train_grpo.py`, some with other defaults:\n"
-        yield from table(row for row in rows(schema) if row not in known)
+        yield from table(row for row in rows(schema) if row not in texts)
+    yield "## Algorithms\n"
+    yield "Keys of the section `algorithm`, by the values of `algorithm.name` that have them.\n"
+    yield from algorithm_table()
     yield "## Joint runs\n"
     yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`; `writer` has sections of"
-    yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`.\n"
+    yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`. Further keys of these sections are"
+    yield "as above.\n"
     unused = {f"data.{key}" for key in OF_IMAGES}
     own_rows = (row for row in rows(JointConfig) if row.key.split(".")[0] not in JOINT_SHARED)
-    yield from table(row for row in own_rows if row.key not in unused)
-    yield "## Supervised flow matching\n"
-    yield f"{sentence(FlowMatchingTaskConfig)}\n"
-    yield from sections(FlowMatchingTaskConfig, without=FlowRunConfig)
-    yield "## Sampling\n"
-    yield f"{sentence(SampleConfig)}\n"
-    yield from task(SampleConfig)
-    yield "## Generating texts\n"
-    yield f"{sentence(GenerateConfig)}\n"
-    yield from task(GenerateConfig)
-    yield "## Evaluation\n"
-    yield f"{sentence(EvaluateConfig)}\n"
-    yield from task(EvaluateConfig)
-    yield "## Export\n"
-    yield f"{sentence(ExportConfig)}\n"
-    yield from task(ExportConfig)
-    yield "## Checking a cluster\n"
-    yield f"{sentence(CheckClusterConfig)}\n"
-    yield from table(row for row in rows(CheckClusterConfig) if "." not in row.key)
-    yield "## Checking numerics\n"
-    yield f"{sentence(CheckNumericsConfig)}\n"
-    yield from task(CheckNumericsConfig)
-    yield "## Serving rewards\n"
-    yield f"{sentence(ServeRewardConfig)}\n"
-    yield from task(ServeRewardConfig)
-    yield "## Preparing data\n"
-    yield f"{sentence(PrepareDataConfig)}\n"
-    yield from task(PrepareDataConfig)
+    yield from table(row for row in own_rows if row.key not in unused and row not in stated)
+    tasks = {
+        "Sampling": SampleConfig,
+        "Generating texts": GenerateConfig,
+        "Evaluation": EvaluateConfig,
+        "Export": ExportConfig,
+        "Checking a cluster": CheckClusterConfig,
+        "Checking numerics": CheckNumericsConfig,
+        "Serving rewards": ServeRewardConfig,
+        "Preparing data": PrepareDataConfig,
+    }
+    for heading, schema in tasks.items():
+        yield f"## {heading}\n"
+        yield f"{sentence(schema)}\n"
+        yield from task(schema, stated)
 
 
-def sections(schema: type, without: type | None = None) -> Iterator[str]:
-    """A heading, a sentence and a table for each section of a schema."""
+def sections(schema: type, shown: list[Row]) -> Iterator[str]:
+    """A heading, a sentence and a table for each section of a schema that has some of the rows `shown`."""
     hints = get_type_hints(schema)
-    known = {f.name for f in fields(without)} if without is not None else set()
     for f in fields(schema):
-        if f.name in known:
+        some = [row for row in shown if row.key.split(".")[0] == f.name]
+        if not some or f.name == "algorithm":
             continue
-        if not is_dataclass(hints[f.name]) and "registry" not in f.metadata:
-            yield f"### {f.name}\n"
-            yield from table(row for row in rows(schema) if row.key == f.name)
-            continue
-        section: Any = hints[f.name]
-        if "registry" in f.metadata:
-            section = type(f.default_factory())
         yield f"### {f.name}\n"
-        yield f"{sentence(section)}\n"
-        yield from table(rows(section, f"{f.name}."))
+        if is_dataclass(hints[f.name]):
+            yield f"{sentence(hints[f.name])}\n"
+        yield from table(some)
 
 
-def task(schema: type) -> Iterator[str]:
+def algorithm_table() -> Iterator[str]:
+    """One table of all algorithms' keys: a row for each meaning or default of a key."""
+    names = known_modules("phalanx.algorithms")
+    having: dict[Row, list[str]] = {}
+    for name in names:
+        config = resolve_registry("phalanx.algorithms", name, "algorithm.name").Config
+        for row in rows(config, "algorithm."):
+            if row.key != "algorithm.name":
+                having.setdefault(row, []).append(name)
+    yield "| key | default | meaning | `algorithm.name` |"
+    yield "|---|---|---|---|"
+    for row in sorted(having, key=lambda row: row.key):
+        without = [f"`{name}`" for name in names if name not in having[row]]
+        some = ", ".join(f"`{name}`" for name in having[row])
+        yield f"{table_row(row)} {some if len(without) > len(names) / 2 else 'all but ' + ', '.join(without)} |"
+    yield ""
+
+
+def task(schema: type, stated: Iterable[Row]) -> Iterator[str]:
     """A table of a task's keys, without sections that training jobs have too."""
     hints = get_type_hints(schema)
     shared = {hint for hint in get_type_hints(FlowRunConfig).values() if is_dataclass(hint)}
     skipped = [name for name, hint in hints.items() if hint in shared]
-    yield from table(row for row in rows(schema) if row.key.split(".")[0] not in skipped)
-    for name in skipped:
-        yield f"`{name}` is as in [training jobs](#{name}).\n"
+    if schema is CheckClusterConfig:
+        skipped += [name for name, hint in hints.items() if is_dataclass(hint) and name not in skipped]
+    yield from table(row for row in rows(schema) if row.key.split(".")[0] not in skipped and row not in stated)
+    if skipped and schema is not CheckClusterConfig:
+        yield f"As in [training jobs](#keys-of-all-training-jobs): {', '.join(f'`{name}`' for name in skipped)}.\n"
 
 
-def table(all_rows: Iterable[Row]) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
-    for row in all_rows:
-        default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "")
-        default = default if default == "required" else f"`{default}`"
-        meaning = row.help.replace("|", "\\|").replace("<", "&lt;")
-        yield f"| `{row.key}` | {row.type} | {default} | {meaning} |"
+def table(shown: Iterable[Row]) -> Iterator[str]:
+    yield "| key | default | meaning |"
+    yield "|---|---|---|"
+    for row in shown:
+        yield table_row(row)
     yield ""
+
+
+def table_row(row: Row) -> str:
+    default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "").replace("\n", "\\n")
+    default = default if default == "required" else f"`{default}`"
+    meaning = row.help.replace("|", "\\|").replace("<", "&lt;")
+    return f"| `{row.key}` | {row.type}, {default} | {meaning} |"
 
 
 def sentence(schema: type) -> str:
