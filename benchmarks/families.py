@@ -7,7 +7,7 @@ Each family is a tiny folder of its own classes in float32. It samples an image 
 a video of 9 frames of 64 x 96, in four steps with guidance, alternately here and by diffusers' pipeline, in this
 process, on one thread, with torch's own linear layers, and with texts padded to the same length. Figures are CPU
 seconds of the transformer's forward passes, the fastest of several runs: text encoders, the VAE and the steps between
-the passes are left out. The table goes to docs/performance.md.
+the passes are left out. The table goes to docs/measurements.md.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def main() -> None:
             table.append(f"| `{family}` | {here:.0f} | {there:.0f} | {there / here:.2f} |")
             print(table[-1], flush=True)
     if not args.families and not args.no_docs:
-        insert(ROOT / "docs" / "performance.md", "families", table)
+        insert(ROOT / "docs" / "measurements.md", "families", table)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def about() -> str:
 
 
 def closing(results: Results) -> list[str]:
-    """The last lines, for docs/performance.md."""
+    """The last lines, for docs/measurements.md."""
     good, failed = sum(row["good"] is True for row in results.lines), results.failed()
     names = f" ({'; '.join(failed)[:600]})" if failed else ""
     skipped = sum(row["name"] == "skipped" for row in results.lines)
@@ -169,7 +169,7 @@ def closing(results: Results) -> list[str]:
         f"{about()}, {time.strftime('%Y-%m-%d')}: {good} lines passed, {len(failed)} failed{names}, {skipped} skipped"
     )
     lost = [f"results.jsonl lacks lines: {results.unwritten}"] if results.unwritten else []
-    return ["", *lost, "for docs/performance.md:", title, *gpu_fast.table(results.lines)]
+    return ["", *lost, "for docs/measurements.md:", title, *gpu_fast.table(results.lines)]
 
 
 if __name__ == "__main__":

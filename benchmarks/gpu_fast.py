@@ -57,7 +57,7 @@ def lm_words(shape: str, prompts: int, *keys: str) -> list[str]:
 
 
 def timed(title: str, words: list[str]) -> Lines:
-    """A line with the seconds of the second step, whose row goes into docs/performance.md, and one with its memory."""
+    """A line with the seconds of the second step, whose row goes into docs/measurements.md, and one with its memory."""
     if COMPILE in words and ON_CPU:
         yield Line(title, None, note="on a CPU, a C++ compiler would take minutes")
         return
@@ -155,7 +155,7 @@ COLUMNS = ["job", "s per step", "samples/s", "tokens/s decoded, trained", "MFU, 
 
 
 def row_of(title: str, r: dict[str, Any]) -> list[str]:
-    """The row of a step for docs/performance.md."""
+    """The row of a step for docs/measurements.md."""
     unit, tokens = "images" if "images" in r else "responses", ""
     if unit == "responses":
         tokens = f"{r['decoded_per_rank_per_s']:.0f}, {r['trained_per_rank_per_s']:.0f}"
@@ -166,7 +166,7 @@ def row_of(title: str, r: dict[str, Any]) -> list[str]:
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """The table for docs/performance.md of the lines that have a row."""
+    """The table for docs/measurements.md of the lines that have a row."""
     rows = [COLUMNS, ["---"] * len(COLUMNS)]
     for line in lines:
         if "row" in line["more"]:

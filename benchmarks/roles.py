@@ -6,7 +6,7 @@ roles.
 
 Everything except the durations is real: the quickstart's language model on two ranks, its rewards, and the transfer of
 its weights. When all ranks do both, each phase has twice as many ranks and takes half as long. The table goes to
-docs/performance.md, and the picture to docs/images/roles.png.
+docs/measurements.md, and the picture to docs/images/roles.png.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     print("\n".join(lines))
     if not args.no_docs:
         picture(spans, ROOT / "docs" / "images" / "roles.png")
-        insert(ROOT / "docs" / "performance.md", "roles", lines)
+        insert(ROOT / "docs" / "measurements.md", "roles", lines)
 
 
 def measured(

@@ -2,7 +2,7 @@
 
 torch computes float32 matrix products by MKL, which on processors not made by Intel uses AVX2 even if they have
 AVX-512. oneDNN, which torch includes and uses for convolutions and bfloat16, uses AVX-512: on one core of an AMD EPYC
-it reaches 240 GFLOP/s instead of 105 (docs/performance.md).
+it reaches 240 GFLOP/s instead of 105 (docs/measurements.md).
 
 NF4 is QLoRA's format (arXiv 2305.14314): every 64 weights of a row share a float32 scale, their largest magnitude, and
 each weight is rounded to the nearest of 16 multiples of it. The values are those of bitsandbytes without double
