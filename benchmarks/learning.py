@@ -2,7 +2,7 @@
 
 A table has the mean of each recipe over its seeds with Student's 95 % interval, and the difference from the first
 recipe: over pairs of runs with the same seed, and over held-out prompts if both runs have a score for each. A
-difference whose interval contains 0 is "not told apart". With three seeds, the interval extends 2.5 standard deviations
+difference whose interval contains 0 is marked ≈. With three seeds, the interval extends 2.5 standard deviations
 to either side.
 """
 
@@ -312,7 +312,7 @@ class Difference:
             text += f" ± {self.seeds.high - self.seeds.value:.3f}"
         if self.prompts is not None and self.prompts.low is not None:
             text += f"; of prompts {self.prompts.low:+.3f} to {self.prompts.high:+.3f}"
-        return text if self.told_apart else f"{text}: not told apart"
+        return text if self.told_apart else f"{text} ≈"
 
 
 def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: bool = True) -> Difference:
