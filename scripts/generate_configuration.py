@@ -118,25 +118,24 @@ def rules_page() -> Iterator[str]:
     """The lines of the page of rules."""
     yield "<!-- Written by scripts/generate_configuration.py -->\n"
     yield "# Rules across keys\n"
-    yield "Some keys need others, exclude them or limit their values. The tables below list these rules in the order in"
-    yield "which they are checked; a job that breaks one ends before it starts, with one line that names the key and"
-    yield "a value that works. The rules are defined in `phalanx.run.rules`, from which this page is generated;"
+    yield "Some keys need others, exclude them or limit their values. These rules are listed in the order in which they"
+    yield "are checked, with what a job that breaks one says before it ends, in one line. The rules are defined in `phalanx.run.rules`, from which this page is generated;"
     yield "limits of single keys are in the [configuration reference](configuration.md).\n"
     yield "## Keys that need a choice\n"
     yield "A key with a meaning only for some choice exists only with this choice. A file may set it to its default, as"
     yield "the saved configurations of runs do.\n"
-    yield from choice_table()
+    yield from choice_list()
     yield "## When the configuration is loaded\n"
-    yield from rule_table(RULES)
+    yield from rule_list(RULES)
     yield "## Before a job starts\n"
     yield "These rules ask for keys that a file may leave out, or depend on facts of the algorithm.\n"
-    yield from rule_table(START_RULES)
+    yield from rule_list(START_RULES)
     yield "## When the ranks are known\n"
     yield "The arithmetic of [batches](configuration.md#batch-sizes) and [roles](placement.md) is checked here, too.\n"
-    yield from rule_table(LAUNCH_RULES)
+    yield from rule_list(LAUNCH_RULES)
     yield "## When the model is known\n"
     yield "Null keys of `tasks/generate.py` are those of the run whose checkpoint is given.\n"
-    yield from rule_table(MODEL_RULES)
+    yield from rule_list(MODEL_RULES)
     yield "## Features of language models that exclude each other\n"
     yield "Tried in pairs, all other features of text jobs work together. Two engines, algorithms or values of a"
     yield "key are alternatives; so are block diffusion and engines without blocks.\n"
@@ -164,8 +163,8 @@ PAIRS = (
 )  # fmt: skip
 
 
-def choice_table() -> Iterator[str]:
-    """The table of choices, with the keys that exist only with each."""
+def choice_list() -> Iterator[str]:
+    """The choices, with the keys that exist only with each."""
     keys: dict[Choice, list[str]] = {}
     algorithms = [resolve_registry("phalanx.algorithms", n, "").Config for n in known_modules("phalanx.algorithms")]
     schemas = [FlowRLConfig, LMRLConfig, JointConfig, EvaluateConfig]
@@ -174,10 +173,8 @@ def choice_table() -> Iterator[str]:
             for choice in choices:
                 keys.setdefault(choice, [])
                 keys[choice] += [] if key in keys[choice] else [key]
-    yield "| keys | jobs | only with |"
-    yield "|---|---|---|"
     for choice, names in keys.items():
-        yield f"| {', '.join(f'`{name}`' for name in names)} | {JOBS[choice.schema]} | {choice.name} |"
+        yield f"- {', '.join(f'`{name}`' for name in names)}: only with {choice.name} ({JOBS[choice.schema]})"
     yield ""
 
 
@@ -191,12 +188,10 @@ def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]
             yield from needed(hint, f"{prefix}{f.name}.")
 
 
-def rule_table(rules: Iterable[Rule]) -> Iterator[str]:
-    yield "| keys | jobs | what a job that breaks the rule says |"
-    yield "|---|---|---|"
+def rule_list(rules: Iterable[Rule]) -> Iterator[str]:
     for rule in rules:
         keys = ", ".join(f"`{key}`" for key in rule.keys.split())
-        yield f"| {keys} | {JOBS[rule.schema]} | {said(rule)} |"
+        yield f"- {keys} ({JOBS[rule.schema]}): {said(rule)}"
     yield ""
 
 
@@ -244,17 +239,17 @@ def reference() -> Iterator[str]:
     for heading, schema in (("Supervised fine-tuning", SFTConfig), ("Preference optimisation", DPOConfig)):
         yield f"## {heading} of language models\n"
         yield f"{sentence(schema)} The keys are those of `tasks/train_grpo.py`, some with other defaults:\n"
-        yield from table(row for row in rows(schema) if row not in texts)
+        yield from keys(row for row in rows(schema) if row not in texts)
     yield "## Algorithms\n"
     yield "Keys of the section `algorithm`, by the values of `algorithm.name` that have them.\n"
-    yield from algorithm_table()
+    yield from algorithm_keys()
     yield "## Joint runs\n"
     yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`; `writer` has sections of"
     yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`. Further keys of these sections are"
     yield "as above.\n"
     unused = {f"data.{key}" for key in OF_IMAGES}
     own_rows = (row for row in rows(JointConfig) if row.key.split(".")[0] not in JOINT_SHARED)
-    yield from table(row for row in own_rows if row.key not in unused and row not in stated)
+    yield from keys(row for row in own_rows if row.key not in unused and row not in stated)
     tasks = {
         "Sampling": SampleConfig,
         "Generating texts": GenerateConfig,
@@ -272,7 +267,7 @@ def reference() -> Iterator[str]:
 
 
 def sections(schema: type, shown: list[Row]) -> Iterator[str]:
-    """A heading, a sentence and a table for each section of a schema that has some of the rows `shown`."""
+    """A heading, a sentence and a list of keys for each section of a schema that has some of the rows `shown`."""
     hints = get_type_hints(schema)
     for f in fields(schema):
         some = [row for row in shown if row.key.split(".")[0] == f.name]
@@ -281,11 +276,11 @@ def sections(schema: type, shown: list[Row]) -> Iterator[str]:
         yield f"### {f.name}\n"
         if is_dataclass(hints[f.name]):
             yield f"{sentence(hints[f.name])}\n"
-        yield from table(some)
+        yield from keys(some)
 
 
-def algorithm_table() -> Iterator[str]:
-    """One table of all algorithms' keys: a row for each meaning or default of a key."""
+def algorithm_keys() -> Iterator[str]:
+    """All algorithms' keys: a line for each meaning or default of a key."""
     names = known_modules("phalanx.algorithms")
     having: dict[Row, list[str]] = {}
     for name in names:
@@ -293,40 +288,37 @@ def algorithm_table() -> Iterator[str]:
         for row in rows(config, "algorithm."):
             if row.key != "algorithm.name":
                 having.setdefault(row, []).append(name)
-    yield "| key | default | meaning | `algorithm.name` |"
-    yield "|---|---|---|---|"
     for row in sorted(having, key=lambda row: row.key):
         without = [f"`{name}`" for name in names if name not in having[row]]
         some = ", ".join(f"`{name}`" for name in having[row])
-        yield f"{table_row(row)} {some if len(without) > len(names) / 2 else 'all but ' + ', '.join(without)} |"
+        yield f"- {described(row)}. *{some if len(without) > len(names) / 2 else 'All but ' + ', '.join(without)}*"
     yield ""
 
 
 def task(schema: type, stated: Iterable[Row]) -> Iterator[str]:
-    """A table of a task's keys, without sections that training jobs have too."""
+    """A task's keys, without sections that training jobs have too."""
     hints = get_type_hints(schema)
     shared = {hint for hint in get_type_hints(FlowRunConfig).values() if is_dataclass(hint)}
     skipped = [name for name, hint in hints.items() if hint in shared]
     if schema is CheckClusterConfig:
         skipped += [name for name, hint in hints.items() if is_dataclass(hint) and name not in skipped]
-    yield from table(row for row in rows(schema) if row.key.split(".")[0] not in skipped and row not in stated)
+    yield from keys(row for row in rows(schema) if row.key.split(".")[0] not in skipped and row not in stated)
     if skipped and schema is not CheckClusterConfig:
         yield f"As in [training jobs](#keys-of-all-training-jobs): {', '.join(f'`{name}`' for name in skipped)}.\n"
 
 
-def table(shown: Iterable[Row]) -> Iterator[str]:
-    yield "| key | default | meaning |"
-    yield "|---|---|---|"
+def keys(shown: Iterable[Row]) -> Iterator[str]:
     for row in shown:
-        yield table_row(row)
+        yield f"- {described(row)}"
     yield ""
 
 
-def table_row(row: Row) -> str:
+def described(row: Row) -> str:
     default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "").replace("\n", "\\n")
     default = default if default == "required" else f"`{default}`"
-    meaning = row.help.replace("|", "\\|").replace("<", "&lt;")
-    return f"| `{row.key}` | {row.type}, {default} | {meaning} |"
+    meaning = row.help.replace(" | ", ", ").replace("<", "&lt;")
+    kind = row.type.removesuffix(" or null") if row.default == "null" else row.type
+    return f"`{row.key}` ({kind}, {default}): {meaning}"
 
 
 def sentence(schema: type) -> str:
