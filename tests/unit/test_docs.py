@@ -310,9 +310,10 @@ def test_excerpts_of_the_source_are_its_lines() -> None:
         assert any(textwrap.indent(block.text, " " * depth) in source for depth in range(0, 40, 4)), block
 
 
-@pytest.mark.parametrize("name", ["my_kind.py", "my_logger.py"])
-def test_files_of_ones_own_are_the_examples(name: str) -> None:
-    assert example(f"examples/{name}") == (ROOT / "examples" / name).read_text()
+def test_files_of_ones_own_are_the_examples() -> None:
+    assert example("examples/my_logger.py") == (ROOT / "examples" / "my_logger.py").read_text()
+    named = re.findall(r"`(examples/\w+\.py)`", (ROOT / "docs" / "extending.md").read_text())
+    assert "examples/my_kind.py" in named and all((ROOT / name).is_file() for name in named)
 
 
 @pytest.fixture
