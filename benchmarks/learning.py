@@ -344,14 +344,12 @@ def reached(subject: Subject, curve: list[list[float]]) -> tuple[float | None, f
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
-    """`mean (smallest to largest)`; where some runs never got there, how many did."""
+    """The mean of the runs that got there; where some never did, how many."""
     there = [value for value in values if value is not None]
     if not there:
         return "never"
     text = form.format(statistics.fmean(there))
-    if len(there) > 1:
-        text += f" ({form.format(min(there))} to {form.format(max(there))})"
-    return text if len(there) == len(values) else f"{text}, {len(there)} of {len(values)} runs"
+    return text if len(there) == len(values) else f"{text}, {len(there)} of {len(values)}"
 
 
 def curves(subject: Subject, results: Iterable[Run], file: Path) -> None:

@@ -220,6 +220,7 @@ def page(text: str) -> str:
 
 def reference() -> Iterator[str]:
     """The lines below the marker: each key once, where its meaning and default are the same in several tasks."""
+    MEANINGS.clear()
     flow, texts = list(rows(FlowRLConfig)), list(rows(LMRLConfig))
     common = [row for row in flow if row in texts]
     yield "## Keys of all training jobs\n"
@@ -313,10 +314,16 @@ def keys(shown: Iterable[Row]) -> Iterator[str]:
     yield ""
 
 
+MEANINGS: dict[tuple[str, str], str] = {}  # the key with which a meaning stands on the page, by a key's end and meaning
+
+
 def described(row: Row) -> str:
     default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "").replace("\n", "\\n")
     default = default if default == "required" else f"`{default}`"
     meaning = row.help.replace(" | ", ", ").replace("<", "&lt;")
+    first = MEANINGS.setdefault((row.key.rpartition(".")[2], row.help), row.key)
+    if first != row.key and len(meaning.split()) > 4:
+        meaning = f"as `{first}`"
     kind = row.type.removesuffix(" or null") if row.default == "null" else row.type
     return f"`{row.key}` ({kind}, {default}): {meaning}"
 
