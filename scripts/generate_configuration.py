@@ -4,6 +4,7 @@ models in docs/models.md.
 python scripts/generate_configuration.py
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -118,9 +119,9 @@ def rules_page() -> Iterator[str]:
     """The lines of the page of rules."""
     yield "<!-- Written by scripts/generate_configuration.py -->\n"
     yield "# Rules across keys\n"
-    yield "Some keys need others, exclude them or limit their values. These rules stand in the order in which they are"
-    yield "checked, with the line with which a job that breaks one ends before it starts. They are defined in"
-    yield "`phalanx.run.rules`; limits of single keys are in the [configuration reference](configuration.md).\n"
+    yield "Some keys need others, exclude them or limit their values. These are the lines with which a job that breaks"
+    yield "a rule ends before it starts. Rules are defined in `phalanx.run.rules`; limits of single keys are in the"
+    yield "[configuration reference](configuration.md).\n"
     yield "## Keys that need a choice\n"
     yield "A key with a meaning only for some choice exists only with this choice. A file may set it to its default, as"
     yield "the saved configurations of runs do.\n"
@@ -189,10 +190,17 @@ def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]
 
 
 def rule_list(rules: Iterable[Rule]) -> Iterator[str]:
+    """The messages of rules by the jobs that have them, each with the keys that its message does not name."""
+    by_jobs: dict[str, list[Rule]] = {}
     for rule in rules:
-        keys = ", ".join(f"`{key}`" for key in rule.keys.split())
-        yield f"- {keys} ({JOBS[rule.schema]}): {said(rule)}"
-    yield ""
+        by_jobs.setdefault(JOBS[rule.schema], []).append(rule)
+    for jobs, some in by_jobs.items():
+        yield f"In {jobs}:\n"
+        for rule in some:
+            text = said(rule)
+            others = [f"`{key}`" for key in rule.keys.split() if not re.search(rf"{re.escape(key)}(?![\w.])", text)]
+            yield f"- {text}" + (f" (also {', '.join(others)})" if others else "")
+        yield ""
 
 
 def said(rule: Rule) -> str:
