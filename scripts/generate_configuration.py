@@ -332,8 +332,10 @@ def described(row: Row) -> str:
     first = MEANINGS.setdefault((row.key.rpartition(".")[2], row.help), row.key)
     if first != row.key and len(meaning.split()) > 4:
         meaning = f"as `{first}`"
-    kind = row.type.removesuffix(" or null") if row.default == "null" else row.type
-    return f"`{row.key}` ({kind}, {default}): {meaning}"
+    kind = f"{row.type.removesuffix(' or null')}, "  # which most defaults show
+    if row.default not in ("null", "required", "[]", "{}") and not row.type.endswith(" or null"):
+        kind = ""
+    return f"`{row.key}` ({kind}{default}): {meaning}"
 
 
 def sentence(schema: type) -> str:

@@ -251,7 +251,7 @@ def test_the_configuration_reference_is_up_to_date() -> None:
     models = module.MODELS_PAGE.read_text()
     assert module.models_page(models) == models, "run: python scripts/generate_configuration.py"
     assert "| `qwen_image_edit` | yes | yes | yes | no | no | images, text | image |" in models
-    assert text.count("- `optim.lr` (float, `0.0001`): peak learning rate\n") == 1
+    assert text.count("- `optim.lr` (`0.0001`): peak learning rate\n") == 1
 
 
 def import_file(path: Path) -> ModuleType:
