@@ -267,7 +267,10 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
     reaching = []
     if subject.target is not None:
         reaching = [f"{subject.noun} to {subject.target:g}", f"CPU seconds to {subject.target:g}"]
-    titles = ["recipe", "seeds", *subject.spreads.values(), *differences, *reaching, *subject.means.values()]
+    seeds = {len(group) for group in runs.values()}
+    alike = f"recipe, {seeds.pop()} seeds" if len(seeds) == 1 else None  # else in a column of their own
+    names = [alike] if alike else ["recipe", "seeds"]
+    titles = [*names, *subject.spreads.values(), *differences, *reaching, *subject.means.values()]
 
     def of_base(keys: Iterable[str]) -> list[str]:
         return [f"{base[key]:.3f}" if key in base else "" for key in keys]
@@ -275,7 +278,7 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     if base:
         gap = [""] * (len(compared) + len(reaching))
-        cells = ["the base", "", *of_base(subject.spreads), *gap, *of_base(subject.means)]
+        cells = ["the base", *[""] * (len(names) - 1), *of_base(subject.spreads), *gap, *of_base(subject.means)]
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
     for name, group in runs.items():
         cells = [with_interval([run["after"][key] for run in group]) for key in subject.spreads]
@@ -285,7 +288,8 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
             samples, seconds = zip(*(reached(subject, run["curve"]) for run in group), strict=True)
             cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
         cells += [f"{statistics.fmean(run['after'][key] for run in group):.3f}" for key in subject.means]
-        lines.append(f"| `{name}` | {len(group)} | {' | '.join(cells)} |")
+        cells = [f"`{name}`", *([] if alike else [str(len(group))]), *cells]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

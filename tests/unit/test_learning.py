@@ -80,6 +80,9 @@ def test_a_table_compares_with_its_first_row() -> None:
         "| `b` | 2 | 0.851 ± 0.642 | +0.101 ± 0.006 | 50 | 9 |",
         "| `c` | 1 | 0.500 | -0.200 ≈ | never | never |",
     ]
+    heading, *_, last = table(subject(), {"test": 0.1}, results[:4])
+    assert heading.startswith("| recipe, 2 seeds | test |")
+    assert last == "| `b` | 0.851 ± 0.642 | +0.101 ± 0.006 | 50 | 9 |"
 
 
 def test_scores_are_those_of_the_last_validation(tmp_path: Path) -> None:
