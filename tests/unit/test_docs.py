@@ -194,6 +194,22 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert re.findall(r"\]\(([\w-]+\.md)\)", section) == files[1:]
 
 
+def test_the_pages_stay_short() -> None:
+    """What is new replaces what it supersedes, or is worth a larger number here."""
+    readme, *pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    words = {page.name: len(page.read_text().split()) for page in (readme, *pages)}
+    assert words["README.md"] <= 1_250
+    assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 700
+    assert sum(words.values()) <= 88_500, sorted(words.items(), key=lambda item: -item[1])[:10]
+
+
+def test_pages_are_found_by_the_words_that_users_type() -> None:
+    """In headings, which the site's search ranks above texts."""
+    words = ("SFT", "DPO", "agents", "multi-turn", "LoRA", "VLM", "video", "QLoRA", "GRPO", "PPO", "reward")
+    headings = "\n".join(re.findall(r"^#+ .+$", "\n".join(page.read_text() for page in PAGES), re.MULTILINE)).lower()
+    assert [word for word in words if word.lower() not in headings] == []
+
+
 REMOTE = re.compile(
     r"""!\[[^]]*\]\(\s*<?(?:https?:)?//            # a picture of another server
     |<(?:script|link|img|iframe|video|source|object|embed|image|use)\b[^>]*?[\s"'](?:src|srcset|href|data|poster)\s*=\s*["']?(?:https?:)?//
