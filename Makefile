@@ -182,7 +182,7 @@ gpu-day: $(VENV)/.installed
 	@$(IN_VENV) python benchmarks/gpu_day.py $(ARGS)
 
 # For an x86-64 image without network access that has torch, transformers, peft, accelerate, safetensors, pandas and
-# pyarrow: docs/measurements.md has the commands. TRL is for a comparison; an older transformers does not train on images.
+# pyarrow: docs/performance.md has the commands. TRL is for a comparison; an older transformers does not train on images.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= outputs/gpu_wheels
 GPU_PACKAGES = diffusers omegaconf httpx2 httpcore2 truststore requests certifi charset-normalizer regex \
