@@ -18,7 +18,7 @@ from tests.helpers.ranks import ROOT, torchrun
 from tests.helpers.tasks import run_task
 
 BEGIN = """
-import json, os, signal, sys, threading
+import gc, json, os, signal, sys, threading
 import numpy as np
 import torch.distributed as dist
 from PIL import Image
@@ -78,10 +78,11 @@ for name in ("one", "one", "other"):
 after = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1), list(sys.argv)
 assert before == after and not dist.is_initialized()
 assert not os.path.exists(FOLDER + "/one/running.json")
-watches = [thread for thread in threading.enumerate() if thread.name == "watch"]
-for thread in watches:
+gc.collect()
+threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+for thread in threads:
     thread.join(10)
-assert not any(thread.is_alive() for thread in watches)
+assert not any(thread.is_alive() for thread in threads), threads
 """
 
 
