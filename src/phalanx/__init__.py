@@ -1,8 +1,11 @@
 """Phalanx: reinforcement learning of flow, language and block-diffusion models under plain torchrun."""
 
+import importlib
 import os
+from typing import Any
 
 __version__ = "0.1.0"
+CALLS = ("train", "sft", "evaluate", "RunResult")  # of phalanx.tools.from_python, imported when they are first used
 
 
 def make_products_exact(cpuinfo: str = "/proc/cpuinfo") -> None:
@@ -24,3 +27,14 @@ def make_products_exact(cpuinfo: str = "/proc/cpuinfo") -> None:
 
 
 make_products_exact()
+
+
+def __getattr__(name: str) -> Any:
+    if name in CALLS:
+        importlib.import_module("phalanx.run.cli")  # it silences libraries, which read at import whether they print
+        return vars(importlib.import_module("phalanx.tools.from_python"))[name]
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *CALLS])

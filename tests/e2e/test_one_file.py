@@ -1,5 +1,6 @@
 """examples/*.py run, and the one-file loops take the job's steps; the number of files of the job's own step."""
 
+import json
 import os
 import re
 import subprocess
@@ -110,3 +111,22 @@ def test_a_reward_that_is_a_function_meets_few_others(kind: str, most: int) -> N
     functions, files = map(int, re.findall(r"meets (\d+) functions in (\d+) files of rewards/", text)[0])
     assert functions <= most and files <= 3, text
     assert "reward: rewards/call.py: _run_tasks, as_numbers" in text  # those on the thread
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "steps"), [("text", 40), ("images", 30)], ids=["text", "images"])
+def test_a_notebook_runs_from_top_to_bottom(name: str, steps: int, tmp_path: Path) -> None:
+    """Its cells, with two steps in place of its own; the script's folder is not the checkout."""
+    cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "\n".join(texts).count(f"STEPS = {steps}\n") == 1
+    (tmp_path / "cells.py").write_text("\n".join(texts).replace(f"STEPS = {steps}\n", "STEPS = 2\n"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "cells.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    kept = tmp_path / "outputs" / "notebooks"
+    assert [row["step"] for row in rows(kept / name)] == [0, 1, 2]
+    assert len(list((tmp_path / "outputs" / "evaluation").glob("*/evaluation.json"))) == (2 if name == "text" else 1)
+    colab = next("".join(cell["source"]) for cell in cells if "## On Colab" in "".join(cell["source"]))
+    assert "%pip install -e '.[" in colab and "`float32`" in colab

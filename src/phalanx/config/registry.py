@@ -10,6 +10,10 @@ from typing import Any
 from phalanx.config.files import kind
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 
+GIVEN: dict[
+    str, Any
+] = {}  # functions and classes of the running program, by the path that a configuration has for each
+
 
 def known_modules(package: str) -> list[str]:
     """Names of the modules in a package's folder, without private ones."""
@@ -56,6 +60,8 @@ def resolve_object(path: str, key: str, noun: str) -> Any:
 
     Raises ConfigError if there is no such object, or if the module cannot be imported.
     """
+    if path in GIVEN:
+        return GIVEN[path]
     target, _, attribute = path.rpartition(":")
     expected = f"expected {object_forms(noun)}"
     if not target or not attribute:

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -207,8 +208,12 @@ def on_prompts(prompts: list[Prompt]) -> str:
     return f'the prompts "{shown}" (+{len(texts) - 1} more)' if len(texts) > 1 else f'the prompt "{shown}"'
 
 
+Calls = queue.SimpleQueue[tuple[Task[Any], Callable[[], Any]] | None]  # None ends a thread
+
+
 class DaemonPool:
-    """Daemon threads that take calls from one queue; they are started by the first call, hence after any fork.
+    """Daemon threads that take calls from one queue; they are started by the first call, hence after any fork, and end
+    when the pool is no longer used.
 
     The process does not wait for them when it exits. `ThreadPoolExecutor` joins its threads at exit, so that a reward
     that hangs would block the exit of a job that the time limit has just ended. `device`: the current one of the
@@ -217,7 +222,7 @@ class DaemonPool:
 
     def __init__(self, threads: int, name: str, device: torch.device | None = None) -> None:
         self._threads, self._name, self._device = threads, name, device
-        self._queue: queue.SimpleQueue[tuple[Task[Any], Callable[[], Any]]] | None = None
+        self._queue: Calls | None = None
 
     def submit(self, function: Callable[[], T]) -> Task[T]:
         """Queue a call. Calls start in the order of submission."""
@@ -226,16 +231,17 @@ class DaemonPool:
             for i in range(self._threads):
                 arguments, name = (self._queue, self._device), f"{self._name}-{i}"
                 threading.Thread(target=_run_tasks, args=arguments, name=name, daemon=True).start()
+                weakref.finalize(self, self._queue.put, None).atexit = False
         task: Task[T] = Task()
         self._queue.put((task, function))
         return task
 
 
-def _run_tasks(tasks: "queue.SimpleQueue[tuple[Task[Any], Callable[[], Any]]]", device: torch.device | None) -> None:
+def _run_tasks(tasks: Calls, device: torch.device | None) -> None:
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    while True:
-        task, function = tasks.get()
+    while (entry := tasks.get()) is not None:
+        task, function = entry
         if task.set_running_or_notify_cancel():
             task.start = time.perf_counter()
             try:
@@ -248,4 +254,4 @@ def _run_tasks(tasks: "queue.SimpleQueue[tuple[Task[Any], Callable[[], Any]]]", 
                 task.end = time.perf_counter()
                 task.set_result(result)
                 del result
-        del task, function  # so that no images are kept alive while the thread waits
+        del entry, task, function  # so that no images are kept alive while the thread waits

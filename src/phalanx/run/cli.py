@@ -74,13 +74,8 @@ def parse(
     runs `check`, which raises ValueError for mistakes that can be found in the input files without torch, and exits. A
     mistake ends the process with status 2 and one line, printed only by rank 0.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
     checking = os.environ.get("PHALANX_CHECK") == "1"
-    # rank 0 logs for all ranks; errors of other ranks are printed by `fail`
-    hide_with(hide)
-    level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
+    start_process(quiet=checking)
     argv = sys.argv[1:] if argv is None else argv
     asked: dict[str, str] | None = None
     if plan is not None:
@@ -117,6 +112,18 @@ def parse(
     if rank() == 0:
         show(text)
     sys.exit(0)
+
+
+def start_process(*, quiet: bool = False) -> None:
+    """Prepare a process to be a rank: its end with its launcher's, its log, and secrets that are left out of it.
+
+    quiet: log only errors, as do all ranks but the first, which logs for all; their errors are printed by `fail`.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    hide_with(hide)
+    level = logging.WARNING if rank() == 0 and not quiet else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
 
 
 class _Terminal(logging.StreamHandler[TextIO]):
@@ -239,6 +246,21 @@ def _report_crash(kind: type[BaseException], error: BaseException, trace: Traceb
     # A failed collective reveals only that a peer is gone; the watch may know which one, and why.
     cause = watch.explain() if watch is not None and _from_a_collective(error) else None
     _end_with(report if cause is None else cause, status=1)
+
+
+def report_uncaught() -> None:
+    """Report exceptions that a program of the user's own does not catch as those of a task, so that all ranks end."""
+    sys.excepthook = _report_uncaught
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    from phalanx.types import JobError
+
+    if isinstance(error, Stopped):
+        end(error.status, str(error), str(error) if leads() else None, restart=error.number != REQUEST)
+    if isinstance(error, ConfigError | JobError):
+        _report_mistake(error, status=1 if isinstance(error, JobError) else 2)
+    _report_crash(kind, error, trace)
 
 
 def _from_a_collective(error: BaseException) -> bool:

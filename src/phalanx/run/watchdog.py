@@ -100,18 +100,24 @@ class Watch:
             threading.Thread(target=self._send_beats, args=(self._store,), name="beat", daemon=True).start()
 
     def listen(self) -> None:
-        """Make SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks."""
+        """Make SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks; Python lets only a process's
+        main thread do so, and in another one the process keeps its own handlers.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._listen()
+        if not self._started:
+            self.start()
+
+    def _listen(self) -> None:
         # cli has registered SIGUSR1 already and would keep chaining to the handler of that time
         faulthandler.unregister(signal.SIGUSR1)
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
             # The handler does nothing, because the main thread that runs it may be stuck. But without a handler, the
             # signal would end the process and write no byte for the watch.
             signal.signal(number, lambda *_: None)
-        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # a notebook's stderr is no file
         signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_reset_signals)  # a forked child, such as a reward's worker, is not a rank
-        if not self._started:
-            self.start()
 
     def ask(self) -> None:
         """Stop the job at the end of its next step, like a signal to all ranks. Calling it on one rank is enough."""
@@ -207,7 +213,7 @@ class Watch:
     def _run_thread(self) -> None:
         poller = select.poll()  # select() supports only file descriptors below 1,024, and a large job has more
         poller.register(self._wakeup, select.POLLIN)
-        while True:
+        while not self._closed.is_set():
             before = time.monotonic()
             # sleep until the next look at the other ranks, or until a signal writes a byte
             heard = self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b""

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ from phalanx.run.rules import Ranks, check_launch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+STARTS = count()  # of worlds in this process, which all ranks start equally often
 
 
 def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
@@ -112,15 +114,16 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     # gloo handles CPU tensors (rewards, prompts, counts), which then need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store: dist.Store = dist.HashStore()
+    start = f"start/{next(STARTS)}"  # the job's store keeps the addresses that ranks had in an earlier world
     if not roles.collocated:
         take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
-        store = meet(whole, timeout)
+        store = dist.PrefixStore(start, meet(whole, timeout))
         role_store = dist.PrefixStore(f"role/{role}", store)
         dist.init_process_group(
             backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
         )
     elif not dist.is_initialized():
-        joined = dist.PrefixStore("default_pg", meet(whole, timeout))
+        joined = dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
         dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
     # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
     # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.
