@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from phalanx.config.joint import POLICIES
@@ -16,13 +17,13 @@ from phalanx.config.messages import ConfigError
 from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
 from phalanx.config.sources import changed
-from phalanx.distributed.collectives import agree
+from phalanx.distributed.collectives import agree, all_gather_object, broadcast_object
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
 from phalanx.models.meeting import pause
-from phalanx.run import folder_lock
+from phalanx.run import folder_lock, in_place
 from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.run.early_end import ends_early
 from phalanx.run.provenance import write_provenance
@@ -81,7 +82,7 @@ class Job:
         several = sum(state.optimizer.total_updates for state in self.states.values()) > total_steps
         for state in self.states.values():
             undoes = state.model.lora if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
-            state.undoes = several and undoes and world.link is None
+            state.undoes = (several or in_place.generation is not None) and undoes and world.link is None
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0
@@ -90,6 +91,7 @@ class Job:
             self._open_files()
         except OSError as error:  # for example a disk without free inodes
             raise folder_lock.unwritable(self.output_dir, error) from error
+        in_place.keeps = self
 
     def _open_files(self) -> None:
         """Prepare the output folder for the steps to come, and open the logs. Raises OSError."""
@@ -225,7 +227,9 @@ class Job:
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
             self._save_checkpoint(self.progress)
         if not last:
-            _, stop = agree(None, self.world.watch.stop or 0)
+            _, stop = agree(None, self.world.watch.stop or (in_place.REGROUP if in_place.waiting() else 0))
+            if stop == in_place.REGROUP:
+                raise in_place.Regroup
             if stop:
                 raise Stopped(stop)
 
@@ -347,17 +351,58 @@ class Job:
         signature |= {key: data[key] for key in ("chat_template_date", "chat_template_kwargs") if key in data}
         return signature
 
+    def offers(self) -> in_place.Offers:
+        """What this rank has of the state after the last complete step, and of the one before it."""
+        before, progress, found = self.stops.before, self.progress, in_place.Offers()
+        states = self.states.values()
+        if before.step == progress.step and all(state.kept is not None or not state.applied for state in states):
+            found[before.step] = before, [part for state in states for part in state.parts_before()]
+        elif before.step < progress.step:
+            self._count_updates()
+            found[progress.step] = copy(progress), [part for state in states for part in state.local_parts()]
+            if all(state.kept is not None for state in states):
+                found[before.step] = before, [part for state in states for part in state.parts_before()]
+        return found
+
+    def leave(self) -> None:
+        """Close what this process will open again."""
+        with suppress(OSError, RuntimeError):
+            self.sampling.end()
+            self.logger.close()
+
+    def _progress_in_memory(self) -> Progress | None:
+        """Take the state that ranks kept when others were lost; None if none has it. All ranks call this together."""
+        width, rank = self.world.shard_size, self.world.rank
+        offer = in_place.agreed_offer(all_gather_object(sorted(in_place.offers)), width)
+        if offer is None:
+            return None
+        step, first = offer
+        source = first + rank % width
+        progress, parts = in_place.offers[step] if rank == source else (None, [])
+        group, mine = self.world.mesh.get_group("replicate"), []
+        for state in self.states.values():
+            mine += state.local_parts()
+        with torch.no_grad():
+            for part, kept in zip(mine, parts, strict=False):
+                part.copy_(kept)
+        for part in mine:
+            dist.broadcast(part, source, group)
+        in_place.offers.clear()
+        return broadcast_object(progress, first)
+
     def _resume_progress(self) -> Progress:
+        if in_place.generation is not None and in_place.generation.number:
+            kept = self._progress_in_memory()
+            if kept is not None:
+                self.kept = []
+                self._loaded(kept)
+                return kept
         folder = self.checkpointer.locate(self.cfg.trainer.resume)
         self.kept = [] if folder is None else kept_in_flight(folder)
         if folder is None:
             return Progress()
         progress = self.checkpointer.load(folder, self.tensors())
-        if "" in self.policies:
-            self.state.loaded(progress.updates)
-        for name, state in self.states.items():
-            if name:
-                state.loaded(progress.updates_beside[name])
+        self._loaded(progress)
         progress.ended &= bool(self.cfg.trainer.end_below)
         if progress.ended:
             self.total_steps = progress.step
@@ -380,6 +425,14 @@ class Job:
                 if settings:
                     log.warning("other settings than in %s: %s", before, ", ".join(settings))
         return progress
+
+    def _loaded(self, progress: Progress) -> None:
+        """Finish loading the state after these updates."""
+        if "" in self.policies:
+            self.state.loaded(progress.updates)
+        for name, state in self.states.items():
+            if name:
+                state.loaded(progress.updates_beside[name])
 
 
 def _with_whole_path(cfg: Any) -> Any:

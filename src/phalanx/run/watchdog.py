@@ -35,7 +35,7 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.exit import REQUEST, end, say
+from phalanx.exit import REQUEST, end, in_place, say, told_to_stop
 
 T = TypeVar("T")
 
@@ -80,7 +80,8 @@ class Watch:
         # Acquired and never released by the thread that ends this process; an RLock, because that thread may acquire it
         # more than once.
         self._ending = threading.RLock()
-        self._started = False
+        self._started = self._retired = False
+        self.patient = False  # the main thread knows of the loss
         # Python writes a byte to `_alarm` for each signal, even while the main thread runs C++ code.
         self._wakeup, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
@@ -122,6 +123,22 @@ class Watch:
         """Mark the job as done, so that peers that end from now on do not count as failed."""
         self._closed.set()
         self._ask_store(lambda store: store.set(f"done/{self.rank}", "1"))
+
+    def retire(self) -> None:
+        """End the watch of a world that this process has left."""
+        self._retired = True
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"\0")
+
+    def first_error(self) -> str | None:
+        """The world's first error; None if there is none, or if the store does not answer."""
+        return self._ask_store(self._read_if_any)
+
+    def silent(self) -> list[int]:
+        """The ranks that have missed three heartbeats."""
+        limit = 3 * self.interval
+        return [rank for rank, (_, since) in enumerate(self._seen) if self._contact - since > limit]
 
     def tell(self, error: str) -> tuple[str, bool]:
         """Report this rank's error. Returns the world's first error, and whether it is this one."""
@@ -207,7 +224,7 @@ class Watch:
     def _run_thread(self) -> None:
         poller = select.poll()  # select() supports only file descriptors below 1,024, and a large job has more
         poller.register(self._wakeup, select.POLLIN)
-        while True:
+        while not self._retired:
             before = time.monotonic()
             # sleep until the next look at the other ranks, or until a signal writes a byte
             heard = self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b""
@@ -215,7 +232,7 @@ class Watch:
             for number in heard:
                 self._handle_signal(number)
             lost = self._lost_ranks(self.silence_s)
-            if lost is not None and not self._closed.is_set():
+            if lost is not None and not self._closed.is_set() and not self.patient:
                 self.fail(lost)
 
     def _forgive_pause(self, paused: float) -> None:
@@ -261,6 +278,8 @@ class Watch:
             self._stacks += 1  # faulthandler has printed its own already
             self._ask_store(lambda store: store.add("stacks", 1))
         elif number in STOP_SIGNALS:
+            if in_place() and number == signal.SIGTERM and not told_to_stop():
+                end(128 + number)  # the launcher ends the ranks of a node that has lost one, and no others
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():
                 self._ask_store(lambda store: store.set("stop", str(number)))

@@ -36,7 +36,7 @@ from phalanx.distributed.mesh import (
 from phalanx.exit import take_role
 from phalanx.garbage import collect_again
 from phalanx.models.meeting import here
-from phalanx.run import watchdog
+from phalanx.run import in_place, watchdog
 from phalanx.run.devices import check_gpus, choose_interface, gpu_address, stay_near_gpu
 from phalanx.run.heap import keep_freed_pages
 from phalanx.run.link import Link
@@ -120,7 +120,7 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
             backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
         )
     elif not dist.is_initialized():
-        joined = dist.PrefixStore("default_pg", meet(whole, timeout))
+        joined = dist.PrefixStore("default_pg", in_place.met() or meet(whole, timeout))
         dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
     # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
     # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.

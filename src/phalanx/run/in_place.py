@@ -1,0 +1,218 @@
+"""Recovery in place: ranks that survive the loss of others form the world anew, without leaving their processes.
+
+With IN_PLACE=1 (train.sh) each node's launcher restarts only the ranks of its own node. A *generation* is the world
+between two losses: a list of nodes, all of whose ranks take part. When a collective fails because a rank is gone, the
+others drop their process groups and register in the job's store for the next generation, and so do the ranks that a
+launcher has started again. Once every node of the last generation has registered or is known to be dead, the first rank
+to see this writes the list of the next one. Its ranks build the job again, and take the state after the last complete
+step from the memory of the survivors instead of from a checkpoint.
+
+Keys in the store, below `in_place/`: `came/<node>/<local rank>`, starts of this rank; `current`, the generation that
+trains; and for each generation `<number>/<node>/<local rank>` of those that want to join it, `<number>/nodes` that were
+chosen, `<number>/arrived`, and `<number>/choice/<name>`, what rank 0 chose at its start (see phalanx.run.start).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.config.messages import ConfigError
+from phalanx.distributed.launch_env import Launch
+from phalanx.exit import place, say
+from phalanx.run import folder_lock, watchdog
+from phalanx.run.rendezvous import connect_store
+from phalanx.training.progress import Progress
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 600.0
+ARRIVAL_S = 60.0  # for all members of a new generation to leave what they were doing
+LOOK_S = 0.05
+REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
+# What a rank can offer of a job's state: by step, the counters after it and this rank's part of each tensor.
+Offers = dict[int, tuple[Progress, list[Tensor]]]
+
+
+class Keeps(Protocol):
+    """A job, which knows its state after the last complete step."""
+
+    def offers(self) -> Offers: ...
+    def leave(self) -> None: ...
+
+
+class Regroup(RuntimeError):
+    """Raised on all ranks at once, after a complete step: nodes wait to join."""
+
+
+@dataclass
+class Generation:
+    """This process's place: its node and local rank, of `nodes` nodes of equally many ranks."""
+
+    node: int
+    nodes: int
+    launch: Launch
+    store: dist.Store
+    number: int = 0
+
+    def at(self, number: int) -> dist.Store:
+        return dist.PrefixStore(f"{number}", self.store)
+
+    @property
+    def here(self) -> str:
+        return f"{self.node}/{self.launch.local_rank}"
+
+    def chosen(self, number: int) -> list[int]:
+        """The nodes of a generation; the first one has all."""
+        return list(range(self.nodes)) if number == 0 else json.loads(self.at(number).get("nodes"))
+
+    def ready(self, number: int) -> list[int]:
+        """The nodes all of whose ranks want to join a generation."""
+        at, found = self.at(number), []
+        for node in range(self.nodes):
+            if at.check([f"{node}/{local}" for local in range(self.launch.local_world_size)]):
+                found.append(node)
+        return found
+
+    def register(self, dead: Callable[[], set[int]] | None) -> None:
+        """Take part in the next generation that this node can join. dead: the nodes of the last one without a sign of
+        life, which only its survivors know.
+        """
+        number, told = self._current() + 1, time.monotonic()
+        while True:
+            at = self.at(number)
+            at.set(self.here, place())
+            while not at.check(["nodes"]):
+                last, ready = self.chosen(number - 1), self.ready(number)
+                gone = set() if dead is None else dead()
+                if self.node in ready and all(node in ready or node in gone for node in last):
+                    at.compare_set("nodes", "", json.dumps(ready))
+                    break
+                if time.monotonic() - told > PATIENCE_S:
+                    absent = [node for node in last if node not in ready]
+                    raise ConfigError(f"{place()} waited {PATIENCE_S:.0f} s for nodes {absent} to come back")
+                time.sleep(LOOK_S)
+            if self.node in self.chosen(number):
+                break
+            number += 1
+        self.store.set("current", str(number))
+        self._take(number)
+
+    def _current(self) -> int:
+        return int(self.store.get("current")) if self.store.check(["current"]) else 0
+
+    def _take(self, number: int) -> None:
+        """Become a rank of this generation; ranks are numbered in the order of nodes."""
+        nodes, local = self.chosen(number), self.launch.local_world_size
+        first, self.number = nodes.index(self.node) * local, number
+        os.environ |= {"RANK": str(first + self.launch.local_rank), "WORLD_SIZE": str(len(nodes) * local)}
+        os.environ |= {"GROUP_RANK": str(nodes.index(self.node)), "GROUP_WORLD_SIZE": str(len(nodes))}
+
+    def arrive(self) -> None:
+        """Wait until all ranks of this generation are there. Raises RuntimeError if one is lost on its way."""
+        at, size = self.at(self.number), Launch.from_env().world_size
+        at.add("arrived", 1)
+        begin = time.monotonic()
+        while at.add("arrived", 0) < size:
+            if time.monotonic() - begin > ARRIVAL_S:
+                raise RuntimeError("a peer was lost while ranks met again")
+            time.sleep(LOOK_S)
+
+    def waiting(self) -> bool:
+        """Whether a whole node waits to join."""
+        return bool(self.ready(self.number + 1))
+
+
+generation: Generation | None = None  # None: a lost rank ends the job
+keeps: Keeps | None = None  # the job that trains now
+offers: Offers = {}  # what the last generation's job could offer
+
+
+def enter() -> None:
+    """At the start of a process: take a place in the first generation or, as a rank that was started again, the next."""
+    global generation
+    if os.environ.get("IN_PLACE") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launch = Launch.from_env()
+    nodes = launch.world_size // launch.local_world_size
+    store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=PATIENCE_S)))
+    generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store)
+    if store.add(f"came/{generation.here}", 1) > 1:
+        generation.register(None)
+
+
+def survives(error: BaseException, lost: bool) -> bool:
+    """Whether this rank goes on after an exception of its job, as a rank of the next generation. lost: the error may be
+    that of a collective whose peer is gone.
+    """
+    global keeps, offers
+    watch = watchdog.current
+    if generation is None or not (lost or isinstance(error, Regroup)):
+        return False
+    if watch is not None and watch.first_error() is not None:  # a rank raised: all would raise again
+        return False
+    began = time.monotonic()
+    if keeps is not None:
+        offers = keeps.offers()
+        keeps.leave()
+        keeps = None
+    if watch is not None:
+        watch.patient = True
+    before = generation.chosen(generation.number)
+    local = generation.launch.local_world_size
+
+    def dead() -> set[int]:
+        return set() if watch is None else {before[rank // local] for rank in watch.silent()}
+
+    generation.register(dead)
+    if watch is not None:
+        watch.retire()
+        watchdog.current = None
+    folder_lock.release()
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+    if Launch.from_env().rank == 0:
+        names = ", ".join(map(str, generation.chosen(generation.number)))
+        step = max(offers, default=None)
+        say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}; the last step is {step}")
+    return True
+
+
+def met() -> dist.Store | None:
+    """The store in which the ranks of a later generation meet, once all are there; None in the first one."""
+    if generation is None or not generation.number:
+        return None
+    generation.arrive()
+    return dist.PrefixStore("meet", generation.at(generation.number))
+
+
+def waiting() -> bool:
+    """Whether a node waits to join; asked on rank 0."""
+    return generation is not None and Launch.from_env().rank == 0 and generation.waiting()
+
+
+def remembered(name: str, choose: Callable[[], str]) -> str:
+    """What rank 0 chose as `name` when the job began; on rank 0."""
+    if generation is None:
+        return choose()
+    key = f"choice/{name}"
+    if not generation.store.check([key]):
+        generation.store.set(key, choose())
+    return generation.store.get(key).decode()
+
+
+def agreed_offer(all_offers: list[list[int]], width: int) -> tuple[int, int] | None:
+    """The latest step that all `width` ranks of a replica can offer, and the replica's first rank."""
+    best: tuple[int, int] | None = None
+    for first in range(0, len(all_offers), width):
+        common = set.intersection(*map(set, all_offers[first : first + width]))
+        if common and (best is None or max(common) > best[0]):
+            best = max(common), first
+    return best
