@@ -27,9 +27,10 @@ from torch import Tensor
 
 from phalanx.config.messages import ConfigError
 from phalanx.distributed.launch_env import Launch
-from phalanx.exit import place, say
+from phalanx.exit import end, place, say
 from phalanx.run import folder_lock, watchdog
 from phalanx.run.rendezvous import connect_store
+from phalanx.run.severed import listening_ports, sever
 from phalanx.training.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Generation:
     nodes: int
     launch: Launch
     store: dist.Store
+    before: set[int]  # ports on which this process listened before it joined other ranks
     number: int = 0
 
     def at(self, number: int) -> dist.Store:
@@ -101,6 +103,8 @@ class Generation:
                 time.sleep(LOOK_S)
             if self.node in self.chosen(number):
                 break
+            if dead is not None:  # this node has lost a rank, so its launcher has to start all of them again
+                end(1)
             number += 1
         self.store.set("current", str(number))
         self._take(number)
@@ -125,6 +129,18 @@ class Generation:
                 raise RuntimeError("a peer was lost while ranks met again")
             time.sleep(LOOK_S)
 
+    def publish(self) -> None:
+        """Tell the others on which ports this rank listens to them."""
+        self.at(self.number).set(f"ports/{os.environ['RANK']}", json.dumps(sorted(listening_ports() - self.before)))
+
+    def sever(self) -> None:
+        """Close the connections to the other ranks of this generation."""
+        at, ports = self.at(self.number), set[int]()
+        for rank in range(Launch.from_env().world_size):
+            if at.check([f"ports/{rank}"]):
+                ports |= set(json.loads(at.get(f"ports/{rank}")))
+        sever(ports)
+
     def waiting(self) -> bool:
         """Whether a whole node waits to join."""
         return bool(self.ready(self.number + 1))
@@ -143,7 +159,7 @@ def enter() -> None:
     launch = Launch.from_env()
     nodes = launch.world_size // launch.local_world_size
     store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=PATIENCE_S)))
-    generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store)
+    generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports())
     if store.add(f"came/{generation.here}", 1) > 1:
         generation.register(None)
 
@@ -165,6 +181,7 @@ def survives(error: BaseException, lost: bool) -> bool:
         keeps = None
     if watch is not None:
         watch.patient = True
+    generation.sever()  # others may still wait for this rank
     before = generation.chosen(generation.number)
     local = generation.launch.local_world_size
 

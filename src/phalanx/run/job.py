@@ -146,6 +146,9 @@ class Job:
         else:
             self.world.link.meet()
         self.world.watch.listen()
+        if in_place.generation is not None:
+            in_place.generation.publish()
+            self.world.watch.sever = in_place.generation.sever
         try:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
                 self._run_loop(fit, report)

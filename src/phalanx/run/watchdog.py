@@ -81,6 +81,7 @@ class Watch:
         # more than once.
         self._ending = threading.RLock()
         self._started = self._retired = False
+        self.sever: Callable[[], None] | None = None  # closes the connections to other ranks
         self.patient = False  # the main thread knows of the loss
         # Python writes a byte to `_alarm` for each signal, even while the main thread runs C++ code.
         self._wakeup, self._alarm = socket.socketpair()
@@ -233,7 +234,15 @@ class Watch:
                 self._handle_signal(number)
             lost = self._lost_ranks(self.silence_s)
             if lost is not None and not self._closed.is_set() and not self.patient:
-                self.fail(lost)
+                self._lose(lost)
+
+    def _lose(self, lost: str) -> None:
+        """End this process, or, where it can go on without these ranks, the collective in which it waits for them."""
+        if self.sever is None or self._contact < time.monotonic() - self.silence_s:
+            self.fail(lost)
+        self.patient = True
+        say(lost)
+        self.sever()
 
     def _forgive_pause(self, paused: float) -> None:
         """Do not count the last `paused` seconds as silence of others, because this process did not run (SIGSTOP,
