@@ -57,9 +57,14 @@ class Stopped(RuntimeError):
         return 128 + (signal.SIGTERM if self.number == REQUEST else self.number)
 
 
-def told_to_stop() -> bool:
-    """Whether the launcher was told to stop; True if it leaves no word."""
-    return _mark is None or _mark.with_name(TOLD).exists()
+def told_to_stop(patience_s: float = 0.0) -> bool:
+    """Whether the launcher has noted within `patience_s` that it was told to stop; True if it takes no notes."""
+    deadline = time.monotonic() + patience_s
+    while _mark is not None and not _mark.with_name(TOLD).exists():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def in_place() -> bool:

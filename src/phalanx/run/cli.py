@@ -229,7 +229,9 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
         _report_mistake(error, status=1)
     except Stopped as stop:
         _leave_folder()
-        end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
+        # launchers of other nodes were not told: they would start their ranks again
+        restart = stop.number != REQUEST and not in_place()
+        end(stop.status, str(stop), str(stop) if leads() else None, restart=restart)
 
 
 def fail(text: str, status: int, lines: int = 1) -> NoReturn:

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class Generation:
     store: dist.Store
     before: set[int]  # ports on which this process listened before it joined other ranks
     number: int = 0
+    impossible: set[int] = field(default_factory=set)  # numbers of ranks on which the job cannot run
 
     def at(self, number: int) -> dist.Store:
         return dist.PrefixStore(f"{number}", self.store)
@@ -94,7 +95,8 @@ class Generation:
             while not at.check(["nodes"]):
                 last, ready = self.chosen(number - 1), self.ready(number)
                 gone = set() if dead is None else dead()
-                if self.node in ready and all(node in ready or node in gone for node in last):
+                works = len(ready) * self.launch.local_world_size not in self.impossible
+                if works and self.node in ready and all(node in ready or node in gone for node in last):
                     at.compare_set("nodes", "", json.dumps(ready))
                     break
                 if time.monotonic() - told > PATIENCE_S:
@@ -158,7 +160,7 @@ def enter() -> None:
         return
     launch = Launch.from_env()
     nodes = launch.world_size // launch.local_world_size
-    store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=PATIENCE_S)))
+    store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=ARRIVAL_S)))
     generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports())
     if store.add(f"came/{generation.here}", 1) > 1:
         generation.register(None)

@@ -40,6 +40,7 @@ from phalanx.exit import REQUEST, end, in_place, say, told_to_stop
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOLD_S = 1.0  # for the launcher to note that it was told to stop, since its ranks may receive the signal earlier
 PATIENCE_S = 3.0  # to wait for the store or for other ranks when about to end
 
 current: "Watch | None" = None  # the watch of the world that this process has joined
@@ -287,7 +288,7 @@ class Watch:
             self._stacks += 1  # faulthandler has printed its own already
             self._ask_store(lambda store: store.add("stacks", 1))
         elif number in STOP_SIGNALS:
-            if in_place() and number == signal.SIGTERM and not told_to_stop():
+            if in_place() and number == signal.SIGTERM and not told_to_stop(TOLD_S):
                 end(128 + number)  # the launcher ends the ranks of a node that has lost one, and no others
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():

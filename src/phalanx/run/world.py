@@ -57,6 +57,7 @@ def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
         sampling_node=roles.launch(ROLLOUT, launch).local_world_size,
         apart=not roles.collocated,
         restarts=launch.max_restarts > 0 or bool(launch.nodes),
+        in_place=in_place.generation is not None,
     )
 
 
@@ -82,7 +83,10 @@ def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
         try:
             works(replace(launch, world_size=size))
         except ConfigError as error:
-            log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
+            waits = in_place.generation is not None
+            if waits:
+                in_place.generation.impossible.add(size)
+            log.warning("NNODES=%s: with %d ranks the job would %s: %s", launch.nodes, size, "wait" if waits else "end", error)
 
 
 @joining()
