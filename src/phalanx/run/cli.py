@@ -193,20 +193,22 @@ def _run_in_place(build: Callable[[T], Callable[[], None]], config: T) -> None:
     from phalanx.run.in_place import enter, survives
     from phalanx.types import JobError
 
-    enter()
     done = False
-    while not done:
-        try:
-            _run_job(build, copy.deepcopy(config))
-            done = True
-        except (JobError, Stopped):
-            raise
-        except RuntimeError as error:
-            if not survives(error, _from_a_collective(error)):
-                raise
-        if not done:
-            gc.collect()  # the job that has ended, whose frames the exception held
+    try:
+        enter()
+        while not done:
             logging.getLogger("phalanx").setLevel(logging.INFO if rank() == 0 else logging.NOTSET)
+            try:
+                _run_job(build, copy.deepcopy(config))
+                done = True
+            except (JobError, Stopped):
+                raise
+            except RuntimeError as error:
+                if not survives(error, _from_a_collective(error)):
+                    raise
+            gc.collect()  # the job that has ended, whose frames the exception held
+    except ConfigError as error:
+        _report_mistake(error, status=1)
 
 
 def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:

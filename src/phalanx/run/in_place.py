@@ -35,7 +35,10 @@ from phalanx.training.progress import Progress
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
-ARRIVAL_S = 60.0  # for all members of a new generation to leave what they were doing
+UNSEEN_S = 60.0  # for the ranks of a generation that was lost before they could watch each other
+ARRIVAL_S = 10.0  # for the ranks that were chosen to read that
+LOADING_S = 60.0  # for new ranks to import the libraries
+CONNECT_S = 60.0  # to the job's store, which node 0 may have taken along
 LOOK_S = 0.05
 REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
 # What a rank can offer of a job's state: by step, the counters after it and this rank's part of each tensor.
@@ -77,39 +80,48 @@ class Generation:
         return list(range(self.nodes)) if number == 0 else json.loads(self.at(number).get("nodes"))
 
     def ready(self, number: int) -> list[int]:
-        """The nodes all of whose ranks want to join a generation."""
+        """The nodes all of whose ranks want to join a generation; those of a launcher's earlier start are gone."""
         at, found = self.at(number), []
         for node in range(self.nodes):
-            if at.check([f"{node}/{local}" for local in range(self.launch.local_world_size)]):
+            keys = [f"{node}/{local}" for local in range(self.launch.local_world_size)]
+            if at.check(keys) and len(set(at.multi_get(keys))) == 1:
                 found.append(node)
         return found
 
     def register(self, dead: Callable[[], set[int]] | None) -> None:
-        """Take part in the next generation that this node can join. dead: the nodes of the last one without a sign of
-        life, which only its survivors know.
+        """Take part in the next generation that this node can join, and wait for its other ranks. dead: the nodes
+        without a sign of life, which only survivors know.
         """
-        number, told = self._current() + 1, time.monotonic()
+        number = self._current() + 1
         while True:
-            at = self.at(number)
-            at.set(self.here, place())
-            while not at.check(["nodes"]):
-                last, ready = self.chosen(number - 1), self.ready(number)
-                gone = set() if dead is None else dead()
-                works = len(ready) * self.launch.local_world_size not in self.impossible
-                if works and self.node in ready and all(node in ready or node in gone for node in last):
-                    at.compare_set("nodes", "", json.dumps(ready))
-                    break
-                if time.monotonic() - told > PATIENCE_S:
-                    absent = [node for node in last if node not in ready]
-                    raise ConfigError(f"{place()} waited {PATIENCE_S:.0f} s for nodes {absent} to come back")
-                time.sleep(LOOK_S)
-            if self.node in self.chosen(number):
-                break
-            if dead is not None:  # this node has lost a rank, so its launcher has to start all of them again
+            if self._join(number, dead):
+                self.store.set("current", str(number))
+                self._take(number)
+                if self.arrive("chosen", ARRIVAL_S):
+                    return
+            elif dead is not None:  # this node has lost a rank, so its launcher has to start all of them again
                 end(1)
             number += 1
-        self.store.set("current", str(number))
-        self._take(number)
+
+    def _join(self, number: int, dead: Callable[[], set[int]] | None) -> bool:
+        """Register for a generation, and wait until its nodes are chosen. Returns whether this one is among them."""
+        at, begin = self.at(number), time.monotonic()
+        # all ranks that a launcher starts together have the same parent
+        at.set(self.here, f"{os.getppid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+        while not at.check(["nodes"]):
+            last, ready = self.chosen(number - 1), self.ready(number)
+            waited = time.monotonic() - begin
+            gone = set() if dead is None else dead()
+            if dead is not None and waited > UNSEEN_S:
+                gone |= {node for node in last if node not in watched}
+            works = len(ready) * self.launch.local_world_size not in self.impossible
+            if works and self.node in ready and all(node in ready or node in gone for node in last):
+                at.compare_set("nodes", "", json.dumps(ready))
+            elif waited > PATIENCE_S:
+                absent = [node for node in last if node not in ready]
+                raise ConfigError(f"{place()} waited {PATIENCE_S:.0f} s for nodes {absent} to come back")
+            time.sleep(LOOK_S)
+        return self.node in self.chosen(number)
 
     def _current(self) -> int:
         return int(self.store.get("current")) if self.store.check(["current"]) else 0
@@ -121,15 +133,16 @@ class Generation:
         os.environ |= {"RANK": str(first + self.launch.local_rank), "WORLD_SIZE": str(len(nodes) * local)}
         os.environ |= {"GROUP_RANK": str(nodes.index(self.node)), "GROUP_WORLD_SIZE": str(len(nodes))}
 
-    def arrive(self) -> None:
-        """Wait until all ranks of this generation are there. Raises RuntimeError if one is lost on its way."""
+    def arrive(self, where: str, limit_s: float) -> bool:
+        """Wait until all ranks of this generation have come so far; False if one is lost on its way."""
         at, size = self.at(self.number), Launch.from_env().world_size
-        at.add("arrived", 1)
+        at.add(where, 1)
         begin = time.monotonic()
-        while at.add("arrived", 0) < size:
-            if time.monotonic() - begin > ARRIVAL_S:
-                raise RuntimeError("a peer was lost while ranks met again")
+        while at.add(where, 0) < size:
+            if time.monotonic() - begin > limit_s:
+                return False
             time.sleep(LOOK_S)
+        return True
 
     def publish(self) -> None:
         """Tell the others on which ports this rank listens to them."""
@@ -150,6 +163,7 @@ class Generation:
 
 generation: Generation | None = None  # None: a lost rank ends the job
 keeps: Keeps | None = None  # the job that trains now
+watched: list[int] = []  # the nodes of the generation to which the watch belongs
 offers: Offers = {}  # what the last generation's job could offer
 
 
@@ -160,7 +174,7 @@ def enter() -> None:
         return
     launch = Launch.from_env()
     nodes = launch.world_size // launch.local_world_size
-    store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=ARRIVAL_S)))
+    store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=CONNECT_S)))
     generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports())
     if store.add(f"came/{generation.here}", 1) > 1:
         generation.register(None)
@@ -184,19 +198,16 @@ def survives(error: BaseException, lost: bool) -> bool:
     if watch is not None:
         watch.patient = True
     generation.sever()  # others may still wait for this rank
-    before = generation.chosen(generation.number)
     local = generation.launch.local_world_size
 
     def dead() -> set[int]:
-        return set() if watch is None else {before[rank // local] for rank in watch.silent()}
+        return set() if watch is None else {watched[rank // local] for rank in watch.silent()}
 
-    generation.register(dead)
-    if watch is not None:
-        watch.retire()
-        watchdog.current = None
     folder_lock.release()
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    generation.register(dead)
     if Launch.from_env().rank == 0:
         names = ", ".join(map(str, generation.chosen(generation.number)))
         step = max(offers, default=None)
@@ -204,11 +215,21 @@ def survives(error: BaseException, lost: bool) -> bool:
     return True
 
 
+def watching(before: watchdog.Watch | None) -> None:
+    """All ranks of this generation are watched from now on, instead of those of the one `before`."""
+    global watched
+    if generation is not None:
+        watched = generation.chosen(generation.number)
+        if before is not None:
+            before.retire()
+
+
 def met() -> dist.Store | None:
     """The store in which the ranks of a later generation meet, once all are there; None in the first one."""
     if generation is None or not generation.number:
         return None
-    generation.arrive()
+    if not generation.arrive("joins", LOADING_S):
+        raise RuntimeError("a peer was lost while ranks met again")
     return dist.PrefixStore("meet", generation.at(generation.number))
 
 

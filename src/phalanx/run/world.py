@@ -206,7 +206,7 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
-    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
+    before, watch = watchdog.current, watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
     watchdog.current = watch  # for cli, which has no World when an exception ends the job
     # every rank's first heartbeat must be in the store before any rank reads them all
     if link is None:
@@ -215,6 +215,7 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
         link.meet()
     if stores:
         watch.start()
+    in_place.watching(before)
     return watch
 
 
