@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import Hosts
 from tests.faults.jobs import Job, kill, rows, steps
 from tests.faults.task import PHASES
 from tests.helpers import lm
@@ -31,7 +30,9 @@ GOING_ON = re.compile(r"^going on in place after (\S+) s, with nodes ([\d, ]+); 
 
 
 @contextlib.contextmanager
-def two_nodes(model: Path, folder: Path, *settings: str, ranks: int = 2, is_lm: bool = False, **env: str) -> Iterator[list[Job]]:
+def two_nodes(
+    model: Path, folder: Path, *settings: str, ranks: int = 2, is_lm: bool = False, **env: str
+) -> Iterator[list[Job]]:
     """A job of two nodes on this host, which may lose either one's ranks."""
     place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": str(ranks)}
     every = place | {"IN_PLACE": "1", "PHASE_S": "0.05", **env}
@@ -83,9 +84,7 @@ def test_a_node_that_is_gone_for_good_costs_no_step(sd3_folder: Path, tmp_path: 
     assert_same(tmp_path, tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "what", [signal.SIGTERM, "raise"], ids=["told-to-stop", "an-error"]
-)
+@pytest.mark.parametrize("what", [signal.SIGTERM, "raise"], ids=["told-to-stop", "an-error"])
 def test_what_ends_a_job_still_ends_it(sd3_folder: Path, tmp_path: Path, what: Any) -> None:
     """A signal to one launcher, and an exception of a rank, which would come again."""
     settings = (*SETTINGS, "parallel.fsdp_size=1", "trainer.total_training_steps=500")
@@ -120,7 +119,15 @@ def test_random_losses(kind: str, sd3_folder: Path, lm_folder: Path, tmp_path: P
         settings += ["actor.ema.decay=0.9", f"data.val_files=[{tmp_path}/held_out.txt]"]
     run_ranks(whole, 4, job_of(model, tmp_path / "whole", *settings, *SETTINGS[-1:]))
     lost, times = [], []
-    with two_nodes(model, tmp_path, *settings, is_lm=is_lm, MAX_RESTARTS=str(KILLS), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2", GRACE_S="2") as nodes:
+    with two_nodes(
+        model,
+        tmp_path,
+        *settings,
+        is_lm=is_lm,
+        MAX_RESTARTS=str(KILLS),
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2",
+        GRACE_S="2",
+    ) as nodes:
         first = nodes[0]
         for number in range(KILLS):
             node, phase = chance.randrange(2), PHASES[number % len(PHASES)]

@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.config.messages import ConfigError
+from phalanx.distributed.fsdp import KEPT
 from phalanx.distributed.launch_env import Launch
 from phalanx.exit import end, place, say
 from phalanx.run import folder_lock, watchdog
@@ -49,6 +50,7 @@ class Keeps(Protocol):
     """A job, which knows its state after the last complete step."""
 
     def offers(self) -> Offers: ...
+    def frozen(self) -> list[dict[str, Tensor]]: ...
     def leave(self) -> None: ...
 
 
@@ -168,7 +170,7 @@ offers: Offers = {}  # what the last generation's job could offer
 
 
 def enter() -> None:
-    """At the start of a process: take a place in the first generation or, as a rank that was started again, the next."""
+    """Take a place in the first generation or, as a rank that was started again, in the next one."""
     global generation
     if os.environ.get("IN_PLACE") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -192,12 +194,13 @@ def survives(error: BaseException, lost: bool) -> bool:
         return False
     began = time.monotonic()
     if keeps is not None:
-        offers = keeps.offers()
-        keeps.leave()
-        keeps = None
+        offers, KEPT[:] = keeps.offers(), keeps.frozen()
     if watch is not None:
         watch.patient = True
     generation.sever()  # others may still wait for this rank
+    if keeps is not None:
+        keeps.leave()
+        keeps = None
     local = generation.launch.local_world_size
 
     def dead() -> set[int]:
@@ -236,6 +239,14 @@ def met() -> dist.Store | None:
 def waiting() -> bool:
     """Whether a node waits to join; asked on rank 0."""
     return generation is not None and Launch.from_env().rank == 0 and generation.waiting()
+
+
+def without(size: int) -> str:
+    """What the job does with this number of ranks, on which it cannot run."""
+    if generation is None:
+        return "end"
+    generation.impossible.add(size)
+    return "wait"
 
 
 def remembered(name: str, choose: Callable[[], str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.config.joint import POLICIES
 from phalanx.config.load import save
@@ -367,8 +368,14 @@ class Job:
                 found[before.step] = before, [part for state in states for part in state.parts_before()]
         return found
 
+    def frozen(self) -> list[dict[str, Tensor]]:
+        """This rank's parts of the weights that are not trained."""
+        return [state.model.sharded.frozen for state in self.states.values()]
+
     def leave(self) -> None:
-        """Close what this process will open again."""
+        """Close what this process will open again, after its connections to other ranks were closed."""
+        with suppress(OSError, RuntimeError):
+            self.checkpointer.wait()
         with suppress(OSError, RuntimeError):
             self.sampling.end()
             self.logger.close()

@@ -109,7 +109,7 @@ def _run_torchrun(args: Namespace, folder: str) -> None:
 
 
 def _wait_for_nobody() -> None:
-    """Let torchrun end as soon as its ranks have, which have waited for those of other nodes: a lost node never ends."""
+    """Let torchrun end as soon as its ranks have, because a lost node would never end."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
     SimpleElasticAgent._exit_barrier = lambda self: None  # type: ignore[method-assign]

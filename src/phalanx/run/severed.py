@@ -35,10 +35,14 @@ def sever(ports: Iterable[int]) -> None:
     ports = set(ports)
     for fd, _ in _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and {
-                copy.getsockname()[1],
-                copy.getpeername()[1],  # OSError for one that listens
-            } & ports:
+            if (
+                copy.family in (socket.AF_INET, socket.AF_INET6)
+                and {
+                    copy.getsockname()[1],
+                    copy.getpeername()[1],  # OSError for one that listens
+                }
+                & ports
+            ):
                 copy.shutdown(socket.SHUT_RDWR)
     if torch.cuda.is_available():
         distributed_c10d._abort_process_group()

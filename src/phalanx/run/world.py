@@ -83,10 +83,8 @@ def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
         try:
             works(replace(launch, world_size=size))
         except ConfigError as error:
-            waits = in_place.generation is not None
-            if waits:
-                in_place.generation.impossible.add(size)
-            log.warning("NNODES=%s: with %d ranks the job would %s: %s", launch.nodes, size, "wait" if waits else "end", error)
+            then = in_place.without(size)
+            log.warning("NNODES=%s: with %d ranks the job would %s: %s", launch.nodes, size, then, error)
 
 
 @joining()
@@ -160,7 +158,7 @@ class _SharedWatch:
     """The watch of a process with several jobs: it goes on until the last of them has ended."""
 
     def __init__(self, watch: Watch) -> None:
-        self.rank, self.hosts, self.interval = watch.rank, watch.hosts, watch.interval
+        self.rank, self.hosts, self.interval, self.sever = watch.rank, watch.hosts, watch.interval, None
         self.ask, self.fail, self._watch = watch.ask, watch.fail, watch
 
     @property
