@@ -7,7 +7,7 @@
 #   MASTER_ADDR     name or address of node 0, the same on every node (needed where NNODES > 1)
 #   MASTER_PORT     a port of node 0 that all nodes reach (29500)
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
-#   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range)
+#   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range or IN_PLACE)
 #   IN_PLACE        1: when a node is lost, the others go on in their processes (docs/faults.md)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows only each node's first rank
@@ -47,11 +47,8 @@ case $min:$max in
 esac
 [ "$min" -ge 1 ] || die "NNODES=$NNODES: expected at least 1"
 [ "$min" -le "$max" ] || die "NNODES=$NNODES: expected the smaller number first, such as NNODES=$max:$min"
-case ${IN_PLACE:=} in
-  '' | 1) ;;
-  *) die "IN_PLACE=$IN_PLACE: expected 1, or nothing" ;;
-esac
-[ -z "$IN_PLACE" ] || [ "$min" -eq "$max" ] || die "IN_PLACE=1: nodes may come and go, so expected NNODES=$max instead of NNODES=$NNODES"
+[ -z "${IN_PLACE:=}" ] || [ "$IN_PLACE$direct/$min" = "1/$max" ] && [ "$IN_PLACE/$max" != 1/1 ] ||
+  die "IN_PLACE=$IN_PLACE: expected 1, with a fixed number of nodes, at least 2, each with one torchrun"
 if [ "$min" -lt "$max" ] || [ -n "$IN_PLACE" ]; then : "${MAX_RESTARTS:=3}"; else : "${MAX_RESTARTS:=0}"; fi
 number NODE_RANK "$NODE_RANK" 0
 number MASTER_PORT "$MASTER_PORT" 29500
@@ -64,8 +61,8 @@ number GRACE_S "${GRACE_S:=30}" 30
 if [ -n "$fan_out" ] && [ -z "$plan" ]; then
   if command -v srun >/dev/null; then
     export MASTER_ADDR MASTER_PORT
-    case $NNODES in
-      *:*) set -- --kill-on-bad-exit=0 --no-kill sh "$0" "$@" ;;
+    case $NNODES/$IN_PLACE in
+      *:* | */1) set -- --kill-on-bad-exit=0 --no-kill sh "$0" "$@" ;;
       *) set -- --kill-on-bad-exit=1 sh "$0" "$@" ;;
     esac
     exec srun --nodes="$fan_out" --ntasks="$fan_out" --ntasks-per-node=1 "$@"

@@ -108,15 +108,14 @@ def test_random_losses(kind: str, sd3_folder: Path, lm_folder: Path, tmp_path: P
     """Ranks of any node are killed or frozen in every phase, also while the others are forming the world anew."""
     chance, is_lm = random.Random(SEED), kind == "lm"
     (tmp_path / "held_out.txt").write_text('the word "eta"\n"theta" in red\n')
-    settings = [
-        *("model.lora_rank=4", "trainer.save_freq=4", "trainer.test_freq=3", "parallel.fsdp_size=2", QUICK),
-        f"trainer.total_training_steps={20 + 6 * KILLS}",
-    ]
+    settings = ["trainer.save_freq=4", "parallel.fsdp_size=2", QUICK, f"trainer.total_training_steps={20 + 6 * KILLS}"]
     model, job_of, whole = sd3_folder, tiny_config, fit
     if is_lm:
         model, job_of, whole = lm_folder, lm.tiny_lm_config, lm.fit  # type: ignore[assignment]
+        settings += ["trainer.undo_steps=true"]
     else:
-        settings += ["actor.ema.decay=0.9", f"data.val_files=[{tmp_path}/held_out.txt]"]
+        settings += ["model.lora_rank=4", "actor.ema.decay=0.9", "trainer.test_freq=3"]
+        settings += [f"data.val_files=[{tmp_path}/held_out.txt]"]
     run_ranks(whole, 4, job_of(model, tmp_path / "whole", *settings, *SETTINGS[-1:]))
     lost, times = [], []
     with two_nodes(

@@ -17,19 +17,19 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.config.messages import ConfigError
 from phalanx.distributed.fsdp import KEPT
 from phalanx.distributed.launch_env import Launch
+from phalanx.distributed.mesh import World
 from phalanx.exit import end, place, say
-from phalanx.run import folder_lock, watchdog
+from phalanx.run import watchdog
+from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, take
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, sever
 from phalanx.training.progress import Progress
@@ -42,16 +42,6 @@ LOADING_S = 60.0  # for new ranks to import the libraries
 CONNECT_S = 60.0  # to the job's store, which node 0 may have taken along
 LOOK_S = 0.05
 REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
-# What a rank can offer of a job's state: by step, the counters after it and this rank's part of each tensor.
-Offers = dict[int, tuple[Progress, list[Tensor]]]
-
-
-class Keeps(Protocol):
-    """A job, which knows its state after the last complete step."""
-
-    def offers(self) -> Offers: ...
-    def frozen(self) -> list[dict[str, Tensor]]: ...
-    def leave(self) -> None: ...
 
 
 class Regroup(RuntimeError):
@@ -83,12 +73,12 @@ class Generation:
 
     def ready(self, number: int) -> list[int]:
         """The nodes all of whose ranks want to join a generation; those of a launcher's earlier start are gone."""
-        at, found = self.at(number), []
+        at, complete = self.at(number), []
         for node in range(self.nodes):
             keys = [f"{node}/{local}" for local in range(self.launch.local_world_size)]
             if at.check(keys) and len(set(at.multi_get(keys))) == 1:
-                found.append(node)
-        return found
+                complete.append(node)
+        return complete
 
     def register(self, dead: Callable[[], set[int]] | None) -> None:
         """Take part in the next generation that this node can join, and wait for its other ranks. dead: the nodes
@@ -101,8 +91,8 @@ class Generation:
                 self._take(number)
                 if self.arrive("chosen", ARRIVAL_S):
                     return
-            elif dead is not None:  # this node has lost a rank, so its launcher has to start all of them again
-                end(1)
+            elif dead is not None:
+                end(1)  # the others did not wait for this node, which can join again
             number += 1
 
     def _join(self, number: int, dead: Callable[[], set[int]] | None) -> bool:
@@ -116,6 +106,8 @@ class Generation:
             gone = set() if dead is None else dead()
             if dead is not None and waited > UNSEEN_S:
                 gone |= {node for node in last if node not in watched}
+            if self.node in gone and self.node not in ready:
+                end(1)  # this node has lost a rank, so its launcher has to start all of them again
             works = len(ready) * self.launch.local_world_size not in self.impossible
             if works and self.node in ready and all(node in ready or node in gone for node in last):
                 at.compare_set("nodes", "", json.dumps(ready))
@@ -164,8 +156,8 @@ class Generation:
 
 
 generation: Generation | None = None  # None: a lost rank ends the job
-keeps: Keeps | None = None  # the job that trains now
 watched: list[int] = []  # the nodes of the generation to which the watch belongs
+job: KeptJob | None = None  # that trains now
 offers: Offers = {}  # what the last generation's job could offer
 
 
@@ -186,27 +178,26 @@ def survives(error: BaseException, lost: bool) -> bool:
     """Whether this rank goes on after an exception of its job, as a rank of the next generation. lost: the error may be
     that of a collective whose peer is gone.
     """
-    global keeps, offers
+    global job, offers
     watch = watchdog.current
     if generation is None or not (lost or isinstance(error, Regroup)):
         return False
     if watch is not None and watch.first_error() is not None:  # a rank raised: all would raise again
         return False
     began = time.monotonic()
-    if keeps is not None:
-        offers, KEPT[:] = keeps.offers(), keeps.frozen()
     if watch is not None:
         watch.patient = True
+    if job is not None:
+        offers, KEPT[:] = offers_of(job), frozen_of(job)
     generation.sever()  # others may still wait for this rank
-    if keeps is not None:
-        keeps.leave()
-        keeps = None
+    if job is not None:
+        leave(job)
+        job = None
     local = generation.launch.local_world_size
 
     def dead() -> set[int]:
         return set() if watch is None else {watched[rank // local] for rank in watch.silent()}
 
-    folder_lock.release()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
@@ -223,8 +214,29 @@ def watching(before: watchdog.Watch | None) -> None:
     global watched
     if generation is not None:
         watched = generation.chosen(generation.number)
-        if before is not None:
+        if before is not None and watchdog.current is not None:
+            watchdog.current.stop = before.stop  # a signal that came meanwhile
             before.retire()
+
+
+def begin(each: KeptJob) -> None:
+    """A job begins, whose state is to survive the loss of other ranks."""
+    global job
+    if generation is not None:
+        job = each
+        generation.publish()
+        each.world.watch.sever = generation.sever
+
+
+def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
+    """Take the state that survivors have, in place; None in the first generation, and if there is none. All ranks call
+    this together.
+    """
+    if generation is None or not generation.number:
+        return None
+    kept = dict(offers)
+    offers.clear()
+    return take(kept, states, world)
 
 
 def met() -> dist.Store | None:
@@ -242,7 +254,7 @@ def waiting() -> bool:
 
 
 def without(size: int) -> str:
-    """What the job does with this number of ranks, on which it cannot run."""
+    """Note that the job cannot run on this number of ranks; returns what it then does, for a message."""
     if generation is None:
         return "end"
     generation.impossible.add(size)
@@ -250,20 +262,10 @@ def without(size: int) -> str:
 
 
 def remembered(name: str, choose: Callable[[], str]) -> str:
-    """What rank 0 chose as `name` when the job began; on rank 0."""
+    """The choice `name` of rank 0 at the start of the job; on rank 0."""
     if generation is None:
         return choose()
     key = f"choice/{name}"
     if not generation.store.check([key]):
         generation.store.set(key, choose())
     return generation.store.get(key).decode()
-
-
-def agreed_offer(all_offers: list[list[int]], width: int) -> tuple[int, int] | None:
-    """The latest step that all `width` ranks of a replica can offer, and the replica's first rank."""
-    best: tuple[int, int] | None = None
-    for first in range(0, len(all_offers), width):
-        common = set.intersection(*map(set, all_offers[first : first + width]))
-        if common and (best is None or max(common) > best[0]):
-            best = max(common), first
-    return best

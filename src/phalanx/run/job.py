@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.config.joint import POLICIES
 from phalanx.config.load import save
@@ -18,7 +16,7 @@ from phalanx.config.messages import ConfigError
 from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
 from phalanx.config.sources import changed
-from phalanx.distributed.collectives import agree, all_gather_object, broadcast_object
+from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
@@ -92,7 +90,6 @@ class Job:
             self._open_files()
         except OSError as error:  # for example a disk without free inodes
             raise folder_lock.unwritable(self.output_dir, error) from error
-        in_place.keeps = self
 
     def _open_files(self) -> None:
         """Prepare the output folder for the steps to come, and open the logs. Raises OSError."""
@@ -147,9 +144,7 @@ class Job:
         else:
             self.world.link.meet()
         self.world.watch.listen()
-        if in_place.generation is not None:
-            in_place.generation.publish()
-            self.world.watch.sever = in_place.generation.sever
+        in_place.begin(self)
         try:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
                 self._run_loop(fit, report)
@@ -355,64 +350,21 @@ class Job:
         signature |= {key: data[key] for key in ("chat_template_date", "chat_template_kwargs") if key in data}
         return signature
 
-    def offers(self) -> in_place.Offers:
-        """What this rank has of the state after the last complete step, and of the one before it."""
-        before, progress, found = self.stops.before, self.progress, in_place.Offers()
-        states = self.states.values()
-        if before.step == progress.step and all(state.kept is not None or not state.applied for state in states):
-            found[before.step] = before, [part for state in states for part in state.parts_before()]
-        elif before.step < progress.step:
-            self._count_updates()
-            found[progress.step] = copy(progress), [part for state in states for part in state.local_parts()]
-            if all(state.kept is not None for state in states):
-                found[before.step] = before, [part for state in states for part in state.parts_before()]
-        return found
-
-    def frozen(self) -> list[dict[str, Tensor]]:
-        """This rank's parts of the weights that are not trained."""
-        return [state.model.sharded.frozen for state in self.states.values()]
-
-    def leave(self) -> None:
-        """Close what this process will open again, after its connections to other ranks were closed."""
-        with suppress(OSError, RuntimeError):
-            self.checkpointer.wait()
-        with suppress(OSError, RuntimeError):
-            self.sampling.end()
-            self.logger.close()
-
-    def _progress_in_memory(self) -> Progress | None:
-        """Take the state that ranks kept when others were lost; None if none has it. All ranks call this together."""
-        width, rank = self.world.shard_size, self.world.rank
-        offer = in_place.agreed_offer(all_gather_object(sorted(in_place.offers)), width)
-        if offer is None:
-            return None
-        step, first = offer
-        source = first + rank % width
-        progress, parts = in_place.offers[step] if rank == source else (None, [])
-        group, mine = self.world.mesh.get_group("replicate"), []
-        for state in self.states.values():
-            mine += state.local_parts()
-        with torch.no_grad():
-            for part, kept in zip(mine, parts, strict=False):
-                part.copy_(kept)
-        for part in mine:
-            dist.broadcast(part, source, group)
-        in_place.offers.clear()
-        return broadcast_object(progress, first)
-
     def _resume_progress(self) -> Progress:
-        if in_place.generation is not None and in_place.generation.number:
-            kept = self._progress_in_memory()
-            if kept is not None:
-                self.kept = []
-                self._loaded(kept)
-                return kept
+        in_memory = in_place.taken(self.states, self.world)
+        if in_memory is not None:
+            self.kept = []
+            return in_memory
         folder = self.checkpointer.locate(self.cfg.trainer.resume)
         self.kept = [] if folder is None else kept_in_flight(folder)
         if folder is None:
             return Progress()
         progress = self.checkpointer.load(folder, self.tensors())
-        self._loaded(progress)
+        if "" in self.policies:
+            self.state.loaded(progress.updates)
+        for name, state in self.states.items():
+            if name:
+                state.loaded(progress.updates_beside[name])
         progress.ended &= bool(self.cfg.trainer.end_below)
         if progress.ended:
             self.total_steps = progress.step
@@ -435,14 +387,6 @@ class Job:
                 if settings:
                     log.warning("other settings than in %s: %s", before, ", ".join(settings))
         return progress
-
-    def _loaded(self, progress: Progress) -> None:
-        """Finish loading the state after these updates."""
-        if "" in self.policies:
-            self.state.loaded(progress.updates)
-        for name, state in self.states.items():
-            if name:
-                state.loaded(progress.updates_beside[name])
 
 
 def _with_whole_path(cfg: Any) -> Any:
