@@ -7,7 +7,8 @@
 #   MASTER_ADDR     name or address of node 0, the same on every node (needed where NNODES > 1)
 #   MASTER_PORT     a port of node 0 that all nodes reach (29500)
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
-#   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range)
+#   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range or IN_PLACE)
+#   IN_PLACE        1: when a node is lost, the others go on in their processes (docs/faults.md)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows only each node's first rank
 #   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
@@ -27,7 +28,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,17s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,18s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
@@ -46,7 +47,9 @@ case $min:$max in
 esac
 [ "$min" -ge 1 ] || die "NNODES=$NNODES: expected at least 1"
 [ "$min" -le "$max" ] || die "NNODES=$NNODES: expected the smaller number first, such as NNODES=$max:$min"
-if [ "$min" -lt "$max" ]; then : "${MAX_RESTARTS:=3}"; else : "${MAX_RESTARTS:=0}"; fi
+[ -z "${IN_PLACE:=}" ] || [ "$IN_PLACE$direct/$min" = "1/$max" ] && [ "$IN_PLACE/$max" != 1/1 ] ||
+  die "IN_PLACE=$IN_PLACE: expected 1, with a fixed number of nodes, at least 2, each with one torchrun"
+if [ "$min" -lt "$max" ] || [ -n "$IN_PLACE" ]; then : "${MAX_RESTARTS:=3}"; else : "${MAX_RESTARTS:=0}"; fi
 number NODE_RANK "$NODE_RANK" 0
 number MASTER_PORT "$MASTER_PORT" 29500
 number NPROC_PER_NODE "$NPROC_PER_NODE" 8
@@ -58,15 +61,15 @@ number GRACE_S "${GRACE_S:=30}" 30
 if [ -n "$fan_out" ] && [ -z "$plan" ]; then
   if command -v srun >/dev/null; then
     export MASTER_ADDR MASTER_PORT
-    case $NNODES in
-      *:*) set -- --kill-on-bad-exit=0 --no-kill sh "$0" "$@" ;;
+    case $NNODES/$IN_PLACE in
+      *:* | */1) set -- --kill-on-bad-exit=0 --no-kill sh "$0" "$@" ;;
       *) set -- --kill-on-bad-exit=1 sh "$0" "$@" ;;
     esac
     exec srun --nodes="$fan_out" --ntasks="$fan_out" --ntasks-per-node=1 "$@"
   fi
   [ "$fan_out" -eq 1 ] || die "the job has $fan_out Slurm nodes, but srun is not on PATH; start this with srun"
 fi
-export NNODES NPROC_PER_NODE
+export NNODES NPROC_PER_NODE IN_PLACE
 # Variables of other launchers must reach neither torchrun, whose defaults are PET_*, nor the ranks.
 [ -n "$direct" ] || unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
@@ -90,7 +93,7 @@ if [ "$min" -lt "$max" ] || [ "$MAX_RESTARTS" -gt 0 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks must not find the keys of the previous ones
 fi
 if [ "$max" -eq 1 ]; then set -- --standalone --nnodes 1 "$@"
-elif [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; then
+elif [ -n "$IN_PLACE" ] || { [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; }; then
   set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
 else # node 0 runs the store, and each node gives the address at which others reach it, so no host names are needed
   if [ "$NODE_RANK" -eq 0 ]; then first=true address=$MASTER_ADDR; else first=false address=$(own_address); fi

@@ -46,12 +46,7 @@ class Stopped(RuntimeError):
 
     def __init__(self, number: int, kept: str = "") -> None:
         cause = f"stopped by {'phalanx stop' if number == REQUEST else signal.Signals(number).name}"
-        if (
-            number != REQUEST
-            and ":" in os.environ.get("NNODES", "")
-            and _mark is not None
-            and not _mark.with_name(TOLD).exists()
-        ):
+        if number != REQUEST and ":" in os.environ.get("NNODES", "") and not told_to_stop():
             cause = "nodes come or go: starting again"
         super().__init__(f"{cause}{kept}")
         self.number = number
@@ -60,6 +55,21 @@ class Stopped(RuntimeError):
     def status(self) -> int:
         """The exit status, 128 + the signal's number as in a shell; a request counts as SIGTERM."""
         return 128 + (signal.SIGTERM if self.number == REQUEST else self.number)
+
+
+def told_to_stop(patience_s: float = 0.0) -> bool:
+    """Whether the launcher has noted within `patience_s` that it was told to stop; True if it takes no notes."""
+    deadline = time.monotonic() + patience_s
+    while _mark is not None and not _mark.with_name(TOLD).exists():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def in_place() -> bool:
+    """Whether ranks go on in their processes when others are lost (see phalanx.run.in_place)."""
+    return os.environ.get("IN_PLACE") == "1"
 
 
 def rank() -> int:

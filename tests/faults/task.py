@@ -26,6 +26,7 @@ RECIPES: dict[str, tuple[str, type[Any]]] = {
 }
 RECIPE = os.environ.get("RECIPE", "")
 MODULE, SCHEMA = RECIPES[RECIPE]
+PLAIN: list[Any] = []  # the Timers' own method
 PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 
 
@@ -34,7 +35,9 @@ def build(cfg: Any) -> Callable[[], None]:
     from phalanx.run.rl import Trainer
     from phalanx.telemetry.timers import Timers
 
-    own, seen, plain_timers = exit.rank(), [0], Timers.__call__
+    own, seen = exit.rank(), [0]
+    PLAIN.append(Timers.__call__)  # a process may build several jobs, one after another
+    plain_timers = PLAIN[0]
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
 
     @contextmanager

@@ -465,20 +465,5 @@ def test_every_picture_has_a_command() -> None:
     assert len(scripts) > 6 and [script for script in scripts if not (ROOT / script).is_file()] == []
 
 
-def test_the_job_in_python_trains(examples: Path) -> None:
-    """train.py with its reward, for one step."""
-    (examples / "configs").symlink_to(ROOT / "configs")
-    (examples / "assets").symlink_to(ROOT / "assets")
-    file = examples / "train.py"
-    shorter = ["data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=1"]
-    text = file.read_text()
-    assert text.count("[rewards, ") == 1
-    file.write_text(text.replace("[rewards, ", f"[rewards, *{shorter}, "))
-    run_ranks(run_file, 1, str(file), timeout=120)
-    (row,) = read_metrics(examples / "outputs" / "steps" / "metrics.jsonl")
-    assert 0 < row["reward/steps"] < 1
-    assert row["reward/mean"] == pytest.approx(row["reward/gsm8k"] + 0.1 * row["reward/steps"])
-
-
 def run_file(name: str) -> None:
     runpy.run_path(name)

@@ -56,6 +56,10 @@ COMMANDS = {
         f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:29500 {NODE_0} "
         "--nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM"
     ),
+    "NNODES=2 NODE_RANK=1 MASTER_ADDR=a IN_PLACE=1": (
+        "--nnodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc-per-node 1 --max-restarts 3 "
+        "--signals-to-handle SIGTERM"
+    ),
     "MAX_RESTARTS=5": "--standalone --nnodes 1 --nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM",
 }
 
@@ -81,7 +85,8 @@ def test_command(shell: list[str], folder: Path, variables: str) -> None:
     assert torchrun_arguments(done) == [*shlex.split(COMMANDS[variables]), *TASK]
     seen = environment(done)
     assert seen["NNODES"] == env.get("NNODES", "1")
-    restarts = "MAX_RESTARTS" in env or ":" in seen["NNODES"]
+    assert seen["IN_PLACE"] == env.get("IN_PLACE", "")
+    restarts = "MAX_RESTARTS" in env or ":" in seen["NNODES"] or bool(seen["IN_PLACE"])
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in seen) == restarts
 
 
@@ -139,6 +144,15 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
         ({"NNODES": "4:2"}, "NNODES=4:2: expected the smaller number first, such as NNODES=2:4"),
         ({"NNODES": "0:2"}, "NNODES=0:2: expected at least 1"),
         ({"NNODES": "0"}, "NNODES=0: expected at least 1"),
+        (
+            {"IN_PLACE": "yes", "NNODES": "2"},
+            "IN_PLACE=yes: expected 1, with a fixed number of nodes, at least 2, each with one torchrun",
+        ),
+        ({"IN_PLACE": "1"}, "IN_PLACE=1: expected 1, with a fixed number of nodes, at least 2, each with one torchrun"),
+        (
+            {"IN_PLACE": "1", "NNODES": "2:4"},
+            "IN_PLACE=1: expected 1, with a fixed number of nodes, at least 2, each with one torchrun",
+        ),
         ({"MAX_RESTARTS": "no"}, "MAX_RESTARTS=no: expected an integer, such as MAX_RESTARTS=3"),
         ({"GRACE_S": "1m"}, "GRACE_S=1m: expected an integer, such as GRACE_S=30"),
         ({"NODE_RANK": "-1"}, "NODE_RANK=-1: expected an integer, such as NODE_RANK=0"),
@@ -369,7 +383,7 @@ def test_a_closed_stdin(shell: list[str], folder: Path) -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(Path(SCRIPT).read_text().splitlines()) <= 120
+    assert len(Path(SCRIPT).read_text().splitlines()) <= 123
 
 
 def test_shellcheck() -> None:

@@ -29,6 +29,9 @@ from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.expert_parallel import SpreadExperts
 from phalanx.distributed.mesh import World
 
+# Frozen parts of modules that this process trained before it lost other ranks, for the same modules when loaded again.
+KEPT: list[dict[str, Tensor]] = []
+
 
 class Sharded:
     """A module whose parameters are distributed over the mesh.
@@ -47,17 +50,17 @@ class Sharded:
         experts: Sequence[nn.Module] = (),
         kept: torch.dtype | None = None,
         whole: Sequence[nn.Module] = (),
-        beside: "Sharded | None" = None,
+        beside: dict[str, Tensor] | None = None,
     ) -> None:
         """Distribute `module` in place.
 
         dtype: dtype of the computation. experts: modules spread over the shard axis. kept: parameters with fewer bits
         are stored in this dtype; each rank casts only the part that it keeps. whole: frozen modules that stay unsharded
-        on each rank. beside: that of another module, whose blocks have the same frozen weights; each rank keeps one
-        shard of them. Raises ValueError if experts cannot be spread.
+        on each rank. beside: `frozen` of another module with the same frozen weights; each rank keeps one shard of
+        them. Raises ValueError if experts cannot be spread.
         """
         self.module, self.world, self.config, self._kept = module, world, config, kept
-        self._units, self._beside = [*blocks, module], beside
+        self._units, self._beside = [*blocks, module], _take_kept(module) if beside is None else beside
         self._fsdp: list[FSDPModule] = []
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
         if config.expert_parallel and world.shard_size > 1 and not experts:
@@ -88,6 +91,10 @@ class Sharded:
             for p in module.parameters():
                 if p not in unsharded:
                     p.data = p.data.to(self._storage_dtype(p))
+            for name, same in (self._beside or {}).items():
+                p = module.get_parameter(name)
+                if not p.requires_grad and (same.shape, same.dtype) == (p.shape, p.dtype):
+                    p.data = same
         self.parameters: dict[str, Tensor] = dict(trained)
         for name in replicated:
             self.parameters[name] = self._optimizer_tensor(name, trained[name], dtype)
@@ -96,6 +103,8 @@ class Sharded:
         # a parameter of three dims is a stack of experts
         self.hidden_matrices = {name for name, p in trained.items() if p.dim() in (2, 4, 5) and id(p) in inner}
         self.copy_to_module()
+        # this rank's parts; FSDP replaces the module's parameters while they are gathered
+        self.frozen = {name: local(p.detach()) for name, p in module.named_parameters() if not p.requires_grad}
 
     def _fully_shard(self, dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
         """Shard the blocks, then the root. LoRA matrices are sharded with the block that contains them."""
@@ -114,7 +123,8 @@ class Sharded:
         # Inner modules first: fully_shard takes the parameters that no inner unit has taken, so the root gets those
         # outside the blocks. A unit is gathered as a whole. With one unit per block, the weights of about two blocks
         # are unsharded at a time: the block that computes and the next one, which is being gathered.
-        for i, unit in enumerate(self._units):
+        names = {inner: f"{name}." if name else "" for name, inner in self.module.named_modules()}
+        for unit in self._units:
             # FSDP expects whole parameters, but gets only their shapes. Then each rank reads its shards from the files,
             # of which the parameters are views.
             whole = self._take_out(unit, ignored)
@@ -127,7 +137,7 @@ class Sharded:
                 reshard_after_forward=self.config.reshard_after_forward and unit is not self.module,
                 ignored_params=ignored,
             )
-            self._put_parts(unit, whole, None if self._beside is None else self._beside._units[i])
+            self._put_parts(unit, whole, names[unit])
         for m in self.module.modules():
             for name, buffer in m.named_buffers(recurse=False):
                 # only parameters are offloaded; buffers must be on the device
@@ -154,9 +164,9 @@ class Sharded:
             setattr(unit.get_submodule(head), leaf, shapes[p])
         return whole
 
-    def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter], beside: nn.Module | None) -> None:
+    def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter], prefix: str) -> None:
         """Fill the parameters of a sharded unit, which have no values yet, with this rank's parts of `whole`, or with
-        those that the unit `beside` has if they are frozen.
+        those that exist already if they are frozen. prefix: of the unit's names in the module.
         """
         device = torch.device("cpu") if self.config.param_offload else self.world.device
         shards = self.world.mesh["shard"]
@@ -166,11 +176,12 @@ class Sharded:
         for name, p in whole.items():
             if p not in made:
                 rows = -(-len(p) // size)
-                if beside is None or p.requires_grad:
-                    part = p.detach()[place * rows : (place + 1) * rows]
-                    part = part.to(device, self._storage_dtype(p), copy=True)
+                part = p.detach()[place * rows : (place + 1) * rows]
+                same = None if self._beside is None or p.requires_grad else self._beside.get(prefix + name)
+                if same is not None and same.shape == part.shape and same.dtype == self._storage_dtype(p):
+                    part = same
                 else:
-                    part = local(beside.get_parameter(name).detach())
+                    part = part.to(device, self._storage_dtype(p), copy=True)
                 made[p] = nn.Parameter(as_part_of(part, unit.get_parameter(name)), p.requires_grad)
             parts[name] = made[p]
         unit.load_state_dict(parts, strict=False, assign=True)
@@ -301,6 +312,16 @@ def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
     return DTensor(part, spec, requires_grad=False)
+
+
+def _take_kept(module: nn.Module) -> dict[str, Tensor] | None:
+    """The parts of KEPT that belong to a module with these names."""
+    names = {name for name, _ in module.named_parameters()}
+    for parts in KEPT:
+        if parts.keys() <= names:
+            KEPT.remove(parts)
+            return parts
+    return None
 
 
 def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

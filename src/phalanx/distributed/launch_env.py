@@ -28,7 +28,7 @@ class Launch:
             local_rank=int(env.get("LOCAL_RANK", "0")),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world))),
             max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-            nodes=nodes if ":" in nodes else "",
+            nodes=nodes if ":" in nodes else f"1:{nodes}" if env.get("IN_PLACE") == "1" and world > 1 else "",
         )
 
     @property

@@ -34,6 +34,7 @@ class Watch(Protocol):
     hosts: Sequence[str]
     interval: float
     stop: Any
+    sever: Any
 
     def listen(self) -> None: ...
     def ask(self) -> None: ...

@@ -98,7 +98,7 @@ class TrainedModel:
         for other in copies:
             twins = ([other.get_submodule(names[inner]) for inner in each] for each in (units, experts, whole))
             of_units, of_experts, of_whole = twins
-            given = world, parallel, dtype, of_experts, kept, of_whole, self.sharded
+            given = world, parallel, dtype, of_experts, kept, of_whole, self.sharded.frozen
             self._others.append(Sharded(other, of_units, *given))
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}

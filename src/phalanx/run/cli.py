@@ -7,7 +7,9 @@ first, and by torchrun at the end of its report.
 No heavy library is imported at the top, so that --help and mistakes are printed before torch is loaded.
 """
 
+import copy
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -29,6 +31,7 @@ from phalanx.exit import (
     end,
     end_with_parent,
     hide_with,
+    in_place,
     is_first,
     leads,
     place,
@@ -183,6 +186,40 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     if rank() == 0:
         logging.getLogger("phalanx").setLevel(logging.INFO)  # show progress before the first step
     log.info("loading the libraries")
+    if in_place():
+        _run_in_place(build, config)
+    else:
+        _run_job(build, config)
+    # Everything is written and closed. Threads of workers and process groups could outlive the interpreter's teardown,
+    # which has been seen to abort a rank ("terminate called without an active exception"); `end` skips the teardown.
+    end(0)
+
+
+def _run_in_place(build: Callable[[T], Callable[[], None]], config: T) -> None:
+    """Build and run a job, again after each loss of other ranks."""
+    from phalanx.run.in_place import ended, enter, survives
+    from phalanx.types import JobError
+
+    done = False
+    try:
+        enter()
+        while not done:
+            logging.getLogger("phalanx").setLevel(logging.INFO if rank() == 0 else logging.NOTSET)
+            try:
+                _run_job(build, copy.deepcopy(config))
+                done = True
+            except (JobError, Stopped):
+                raise
+            except RuntimeError as error:
+                if not survives(error, _from_a_collective(error)):
+                    raise
+            gc.collect()  # the job that has ended, whose frames the exception held
+        ended(0)
+    except ConfigError as error:
+        _report_mistake(error, status=1)
+
+
+def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
     from phalanx.types import JobError
 
     try:
@@ -202,10 +239,13 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
         _report_mistake(error, status=1)
     except Stopped as stop:
         _leave_folder()
-        end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
-    # Everything is written and closed. Threads of workers and process groups could outlive the interpreter's teardown,
-    # which has been seen to abort a rank ("terminate called without an active exception"); `end` skips the teardown.
-    end(0)
+        if in_place():
+            from phalanx.run.in_place import ended
+
+            ended(stop.status)
+        # in place, launchers of other nodes were not told: they would start their ranks again
+        restart = stop.number != REQUEST and not in_place()
+        end(stop.status, str(stop), str(stop) if leads() else None, restart=restart)
 
 
 def fail(text: str, status: int, lines: int = 1) -> NoReturn:

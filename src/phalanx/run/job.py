@@ -22,7 +22,7 @@ from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
 from phalanx.models.meeting import pause
-from phalanx.run import folder_lock
+from phalanx.run import folder_lock, in_place
 from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.run.early_end import ends_early
 from phalanx.run.provenance import write_provenance
@@ -81,7 +81,7 @@ class Job:
         several = sum(state.optimizer.total_updates for state in self.states.values()) > total_steps
         for state in self.states.values():
             undoes = state.model.lora if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
-            state.undoes = several and undoes and world.link is None
+            state.undoes = (several or in_place.generation is not None) and undoes and world.link is None
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0
@@ -144,6 +144,7 @@ class Job:
         else:
             self.world.link.meet()
         self.world.watch.listen()
+        in_place.begin(self)
         try:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
                 self._run_loop(fit, report)
@@ -225,7 +226,9 @@ class Job:
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
             self._save_checkpoint(self.progress)
         if not last:
-            _, stop = agree(None, self.world.watch.stop or 0)
+            _, stop = agree(None, self.world.watch.stop or (in_place.REGROUP if in_place.waiting() else 0))
+            if stop == in_place.REGROUP:
+                raise in_place.Regroup
             if stop:
                 raise Stopped(stop)
 
@@ -348,6 +351,10 @@ class Job:
         return signature
 
     def _resume_progress(self) -> Progress:
+        in_memory = in_place.taken(self.states, self.world)
+        if in_memory is not None:
+            self.kept = []
+            return in_memory
         folder = self.checkpointer.locate(self.cfg.trainer.resume)
         self.kept = [] if folder is None else kept_in_flight(folder)
         if folder is None:

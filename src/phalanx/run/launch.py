@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.exit import MARKS, TOLD, end, end_with_parent, place_of, say
+from phalanx.exit import MARKS, TOLD, end, end_with_parent, in_place, place_of, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> NoReturn:
     _announce_start(args)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
         os.environ[MARKS] = folder
-        if ":" in args.nnodes:
+        if ":" in args.nnodes or in_place():
             _note_signals(Path(folder, TOLD))
         if verbose:
             run.main(argv)
@@ -82,7 +82,9 @@ def _run_torchrun(args: Namespace, folder: str) -> None:
     from phalanx.run.rendezvous import in_words
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks must not inherit it
-    if args.rdzv_backend == "static" and args.nnodes != "1":
+    if in_place():
+        _wait_for_nobody()
+    elif args.rdzv_backend == "static" and args.nnodes != "1":
         threading.Thread(target=_count_nodes, args=(args,), daemon=True).start()
     if args.nnodes != "1" and args.max_restarts > 0:
         threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
@@ -104,6 +106,13 @@ def _run_torchrun(args: Namespace, folder: str) -> None:
         sys.exit(1)
     if not _node_0(args)[2]:
         say("this node's ranks have ended")
+
+
+def _wait_for_nobody() -> None:
+    """Let torchrun end as soon as its ranks have, because a lost node would never end."""
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    SimpleElasticAgent._exit_barrier = lambda self: None  # type: ignore[method-assign]
 
 
 def _unfinished_status(folder: str) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx.config.messages import ConfigError
 from phalanx.distributed.launch_env import Launch
-from phalanx.exit import place_of, rank, say
+from phalanx.exit import in_place, place_of, rank, say
 
 SAY_S = 20.0  # of waiting before the first message about it; each further one comes after twice the time
 MOST = 400  # characters of an error
@@ -64,6 +64,8 @@ def joining() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # dist.DistError is one
+        if in_place():  # a rank that was lost since is no mistake
+            raise
         raise ConfigError(f"{place_of(rank())} cannot join the other ranks: {in_words(error)}") from error
 
 

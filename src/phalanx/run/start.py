@@ -20,7 +20,7 @@ from phalanx.distributed.placement import judged_beside
 from phalanx.models.linear import preferred
 from phalanx.models.meeting import here, shared
 from phalanx.rewards.runner import RewardSet
-from phalanx.run import folder_lock
+from phalanx.run import folder_lock, in_place
 from phalanx.run.checkpoint import saved_choice
 from phalanx.run.world import start_world, world_of_run
 from phalanx.training.components import Tell, TrainedPolicy
@@ -87,7 +87,7 @@ def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choo
     if given is None:
         if world.rank == 0:
             root = Path(cfg.trainer.output_dir) / "checkpoints"
-            given = saved_choice(root, cfg.trainer.resume, name) or choose()
+            given = in_place.remembered(name, lambda: saved_choice(root, cfg.trainer.resume, name) or choose())
         given = broadcast_object(given)
     return given
 

@@ -35,11 +35,12 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.exit import REQUEST, end, say
+from phalanx.exit import REQUEST, end, in_place, say, told_to_stop
 
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOLD_S = 1.0  # for the launcher to note that it was told to stop, since its ranks may receive the signal earlier
 PATIENCE_S = 3.0  # to wait for the store or for other ranks when about to end
 
 current: "Watch | None" = None  # the watch of the world that this process has joined
@@ -81,6 +82,8 @@ class Watch:
         # more than once.
         self._ending = threading.RLock()
         self._started = False
+        self.sever: Callable[[], None] | None = None  # closes the connections to other ranks
+        self.patient = False  # the main thread knows of the loss
         # Python writes a byte to `_alarm` for each signal, even while the main thread runs C++ code.
         self._wakeup, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
@@ -128,6 +131,21 @@ class Watch:
         """Mark the job as done, so that peers that end from now on do not count as failed."""
         self._closed.set()
         self._ask_store(lambda store: store.set(f"done/{self.rank}", "1"))
+
+    def retire(self) -> None:
+        """End the watch of a world that this process has left."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"\0")
+
+    def first_error(self) -> str | None:
+        """The world's first error; None if there is none, or if the store does not answer."""
+        return self._ask_store(self._read_if_any)
+
+    def silent(self) -> list[int]:
+        """The ranks that have missed three heartbeats."""
+        limit = 3 * self.interval
+        return [rank for rank, (_, since) in enumerate(self._seen) if self._contact - since > limit]
 
     def tell(self, error: str) -> tuple[str, bool]:
         """Report this rank's error. Returns the world's first error, and whether it is this one."""
@@ -221,8 +239,16 @@ class Watch:
             for number in heard:
                 self._handle_signal(number)
             lost = self._lost_ranks(self.silence_s)
-            if lost is not None and not self._closed.is_set():
-                self.fail(lost)
+            if lost is not None and not self._closed.is_set() and not self.patient:
+                self._lose(lost)
+
+    def _lose(self, lost: str) -> None:
+        """End this process, or, where it can go on without these ranks, the collective in which it waits for them."""
+        if self.sever is None or self._contact < time.monotonic() - self.silence_s:
+            self.fail(lost)
+        self.patient = True
+        say(lost)
+        self.sever()
 
     def _forgive_pause(self, paused: float) -> None:
         """Do not count the last `paused` seconds as silence of others, because this process did not run (SIGSTOP,
@@ -267,6 +293,8 @@ class Watch:
             self._stacks += 1  # faulthandler has printed its own already
             self._ask_store(lambda store: store.add("stacks", 1))
         elif number in STOP_SIGNALS:
+            if in_place() and number == signal.SIGTERM and not told_to_stop(TOLD_S):
+                end(128 + number)  # the launcher ends the ranks of a node that has lost one, and no others
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():
                 self._ask_store(lambda store: store.set("stop", str(number)))

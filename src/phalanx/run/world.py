@@ -37,7 +37,7 @@ from phalanx.distributed.mesh import (
 from phalanx.exit import take_role
 from phalanx.garbage import collect_again
 from phalanx.models.meeting import here
-from phalanx.run import watchdog
+from phalanx.run import in_place, watchdog
 from phalanx.run.devices import check_gpus, choose_interface, gpu_address, stay_near_gpu
 from phalanx.run.heap import keep_freed_pages
 from phalanx.run.link import Link
@@ -59,6 +59,7 @@ def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
         sampling_node=roles.launch(ROLLOUT, launch).local_world_size,
         apart=not roles.collocated,
         restarts=launch.max_restarts > 0 or bool(launch.nodes),
+        in_place=in_place.generation is not None,
     )
 
 
@@ -84,7 +85,8 @@ def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
         try:
             works(replace(launch, world_size=size))
         except ConfigError as error:
-            log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
+            then = in_place.without(size)
+            log.warning("NNODES=%s: with %d ranks the job would %s: %s", launch.nodes, size, then, error)
 
 
 @joining()
@@ -123,7 +125,8 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
             backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
         )
     elif not dist.is_initialized():
-        joined = dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
+        later = in_place.met()
+        joined = later or dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
         dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
     # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
     # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.
@@ -159,7 +162,7 @@ class _SharedWatch:
     """The watch of a process with several jobs: it goes on until the last of them has ended."""
 
     def __init__(self, watch: Watch) -> None:
-        self.rank, self.hosts, self.interval = watch.rank, watch.hosts, watch.interval
+        self.rank, self.hosts, self.interval, self.sever = watch.rank, watch.hosts, watch.interval, None
         self.ask, self.fail, self._watch = watch.ask, watch.fail, watch
 
     @property
@@ -205,7 +208,7 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
-    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
+    before, watch = watchdog.current, watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
     watchdog.current = watch  # for cli, which has no World when an exception ends the job
     # every rank's first heartbeat must be in the store before any rank reads them all
     if link is None:
@@ -214,6 +217,7 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
         link.meet()
     if stores:
         watch.start()
+    in_place.watching(before)
     return watch
 
 

@@ -177,6 +177,7 @@ class TrainState:
     """
 
     undoes = False
+    kept: tuple[int, list[Tensor]] | None = None  # updates, and local_parts, before the first one of the training step
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class TrainState:
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
         """Take an optimizer step and update the EMA, see Optimizer.step; `loss` is this rank's sum over its passes."""
         if self.undoes and not self.applied:
-            self._before = self.updates, [tensor.clone() for tensor in self._local_parts()]
+            self.kept = self.updates, [tensor.clone() for tensor in self.local_parts()]
         stats = self.optimizer.step(loss)
         if stats["skipped"]:
             self.skipped += 1
@@ -218,20 +219,24 @@ class TrainState:
             self.ema.after_update(self.optimizer.updates)
         return stats
 
-    def _local_parts(self) -> list[Tensor]:
+    def local_parts(self) -> list[Tensor]:
         """This rank's part of everything in `state`."""
         return list(map(local, tree_leaves(self.state())))
+
+    def parts_before(self) -> list[Tensor]:
+        """Like `local_parts`, before the optimizer steps of this training step."""
+        return self.local_parts() if self.kept is None else self.kept[1]
 
     @torch.no_grad()
     def undo(self) -> None:
         """Return to the state before the optimizer steps of this training step, of which there may be none yet."""
         self.optimizer.drop_gradients()
         if self.applied:
-            updates, kept = self._before
+            assert self.kept is not None, "no copy was made"
             self.model.sharded.reshard()
-            for part, before in zip(self._local_parts(), kept, strict=True):
+            for part, before in zip(self.local_parts(), self.kept[1], strict=True):
                 part.copy_(before)
-            self.loaded(updates)
+            self.loaded(self.kept[0])
         self.applied = self.skipped = 0
 
     @property

@@ -27,7 +27,9 @@ class Stops:
 
     def begin(self) -> None:
         """A training step begins."""
-        self._before, self._checked = copy(self.progress), time.perf_counter()
+        self.before, self._checked = copy(self.progress), time.perf_counter()
+        for state in self.states.values():
+            state.kept = None
 
     def check(self) -> None:
         """Between two micro-batches, on all ranks at once: raise Stopped if any rank has received a signal. The step is
@@ -41,7 +43,7 @@ class Stops:
         _, stop = agree(None, self.world.watch.stop or 0)
         if stop:
             # in a joint run, a policy that had nothing to learn may have counted its samples
-            vars(self.progress).update(vars(self._before))
+            vars(self.progress).update(vars(self.before))
             for state in self.states.values():
                 state.undo()
             raise Stopped(stop)

@@ -60,4 +60,11 @@ LAUNCH_RULES = (
          lambda c, w: c.trainer.resume != "auto" and w.restarts,
          " would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range of NNODES); "
          "expected auto, with another trainer.output_dir"),
+    Rule("parallel.fsdp_size", RUN, lambda c, w: w.in_place and w.width > w.node,
+         ": {w.width} ranks share the weights, and IN_PLACE=1 needs a whole copy on each node of {w.node}; expected at "
+         "most {w.node}, or no IN_PLACE"),
+    Rule("placement", RL, lambda c, w: w.in_place and c.placement,
+         "placement: ranks of other roles cannot go on without those that are lost; leave placement or IN_PLACE=1 out"),
+    Rule("sweep", RUN, lambda c, w: w.in_place and c.sweep,
+         "sweep: its runs share their ranks' processes, which IN_PLACE=1 builds again; leave one of the two out"),
 )  # fmt: skip

@@ -49,7 +49,8 @@ class Ranks:
     """Ranks of a launch.
 
     width: ranks that share one copy of the weights. node: ranks of a node that train. sampling_node: ranks of a node
-    that sample. apart: whether different ranks train and sample. restarts: whether ranks may be restarted.
+    that sample. apart: whether different ranks train and sample. restarts: whether ranks may be restarted. in_place:
+    whether those of other nodes then go on.
     """
 
     width: int
@@ -57,6 +58,7 @@ class Ranks:
     sampling_node: int
     apart: bool
     restarts: bool
+    in_place: bool = False
 
 
 def value_of(c: Any, key: str) -> Any:

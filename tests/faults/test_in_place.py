@@ -1,0 +1,149 @@
+"""Ranks and nodes that are lost while the others go on in their processes: every row is as if nothing had been lost.
+
+PHALANX_KILLS says how many in one run (2; `make faults` takes 20), PHALANX_KILLS_SEED which.
+"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.jobs import Job, kill, rows, steps
+from tests.faults.task import PHASES
+from tests.helpers import lm
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import free_port, run_ranks
+
+pytestmark = pytest.mark.full
+KILLS = int(os.environ.get("PHALANX_KILLS", "2"))
+SEED = int(os.environ.get("PHALANX_KILLS_SEED", "0"))
+SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.save_freq=4", "rollout.micro_batch_size_per_gpu=4")
+QUICK = "parallel.heartbeat_timeout_s=6"  # frozen ranks are found after this time
+GOING_ON = re.compile(r"^going on in place after (\S+) s, with nodes ([\d, ]+); the last step is (\d+)$", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def two_nodes(
+    model: Path, folder: Path, *settings: str, ranks: int = 2, is_lm: bool = False, **env: str
+) -> Iterator[list[Job]]:
+    """A job of two nodes on this host, which may lose either one's ranks."""
+    place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": str(ranks)}
+    every = place | {"IN_PLACE": "1", "PHASE_S": "0.05", **env}
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for number in range(2):
+            node = Job(
+                model, folder, *settings, env=every | {"NODE_RANK": str(number)}, name=f"node_{number}", lm=is_lm
+            )
+            nodes.append(stack.enter_context(node))
+        yield nodes
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    """All metrics but those of time and memory agree to 1e-6."""
+    for row, wanted in zip(rows(folder), rows(whole), strict=True):
+        assert row.keys() == wanted.keys()
+        for key, value in wanted.items():
+            # the spread of ratios is a difference of two nearly equal numbers
+            loose = 1e-4 if key in ("actor/ratio_std", "actor/approx_kl") else 1e-6
+            assert row[key] == pytest.approx(value, rel=loose, abs=1e-6), (row["step"], key)
+
+
+def test_a_killed_rank_is_survived_and_its_node_comes_back(sd3_folder: Path, tmp_path: Path) -> None:
+    """The other node goes on with its own ranks, in the same processes, and takes the first one in when it is back."""
+    settings = (*SETTINGS, "parallel.fsdp_size=2", "trainer.total_training_steps=12")
+    run_ranks(fit, 4, tiny_config(sd3_folder, tmp_path / "whole", *settings))
+    with two_nodes(sd3_folder, tmp_path, *settings) as (a, b):
+        a.until(lambda: len(steps(tmp_path)) >= 3)
+        survivors = a.ranks()
+        kill(b.phase(3)[0], signal.SIGKILL)
+        assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
+        said = a.said
+        assert a.phase(0)[0] in survivors, said
+    assert [nodes for _, nodes, _ in GOING_ON.findall(said)] in (["0", "0, 1"], ["0, 1"]), said
+    assert_same(tmp_path, tmp_path / "whole")
+
+
+def test_a_node_that_is_gone_for_good_costs_no_step(sd3_folder: Path, tmp_path: Path) -> None:
+    """Node 0 ends the run by itself, with one replica of the weights less."""
+    settings = (*SETTINGS, "parallel.fsdp_size=1", "trainer.total_training_steps=8")
+    run_ranks(fit, 2, tiny_config(sd3_folder, tmp_path / "whole", *settings))
+    with two_nodes(sd3_folder, tmp_path, *settings, ranks=1) as (a, b):
+        a.until(lambda: len(steps(tmp_path)) >= 3)
+        b.kill_all()
+        assert a.wait() == 0, a.said
+        ((_, nodes, step),) = GOING_ON.findall(a.said)
+    assert nodes == "0" and int(step) >= 3
+    assert_same(tmp_path, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("what", [signal.SIGTERM, "raise"], ids=["told-to-stop", "an-error"])
+def test_what_ends_a_job_still_ends_it(sd3_folder: Path, tmp_path: Path, what: Any) -> None:
+    """A signal to one launcher, and an exception of a rank, which would come again."""
+    settings = (*SETTINGS, "parallel.fsdp_size=1", "trainer.total_training_steps=500")
+    env = {"FAULT": "raise:1:3", "MAX_RESTARTS": "0"} if what == "raise" else {}
+    with two_nodes(sd3_folder, tmp_path, *settings, ranks=1, **env) as (a, b):
+        if what == "raise":
+            assert (a.wait(), b.wait()) == (1, 1), a.said + b.said
+            assert a.said.count("KeyError: 'no such thing'") == 1 and "Traceback" in b.said
+        else:
+            a.until(lambda: len(steps(tmp_path)) >= 2)
+            kill(b.process.pid, what)
+            assert (a.wait(), b.wait()) == (143, 143), a.said + b.said
+            assert re.search(r"^stopped by SIGTERM after step \d+ of 500; the same command resumes from ", a.said, re.M)
+        assert not GOING_ON.findall(a.said)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600 + 90 * KILLS)
+@pytest.mark.parametrize("kind", ["flow", "lm"])
+def test_random_losses(kind: str, sd3_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
+    """Ranks of any node are killed or frozen in every phase, also while the others are forming the world anew."""
+    chance, is_lm = random.Random(SEED), kind == "lm"
+    (tmp_path / "held_out.txt").write_text('the word "eta"\n"theta" in red\n')
+    settings = ["trainer.save_freq=4", "parallel.fsdp_size=2", QUICK, f"trainer.total_training_steps={20 + 6 * KILLS}"]
+    model, job_of, whole = sd3_folder, tiny_config, fit
+    if is_lm:
+        model, job_of, whole = lm_folder, lm.tiny_lm_config, lm.fit  # type: ignore[assignment]
+        settings += ["trainer.undo_steps=true"]
+    else:
+        settings += ["model.lora_rank=4", "actor.ema.decay=0.9", "trainer.test_freq=3"]
+        settings += [f"data.val_files=[{tmp_path}/held_out.txt]"]
+    run_ranks(whole, 4, job_of(model, tmp_path / "whole", *settings, *SETTINGS[-1:]))
+    lost, times = [], []
+    with two_nodes(
+        model,
+        tmp_path,
+        *settings,
+        is_lm=is_lm,
+        MAX_RESTARTS=str(KILLS),
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2",
+        GRACE_S="2",
+    ) as nodes:
+        first = nodes[0]
+        for number in range(KILLS):
+            node, phase = chance.randrange(2), PHASES[number % len(PHASES)]
+            freezes = number % 5 == 4
+            first.until(lambda: all(len(each.ranks()) == 2 for each in nodes))
+            rank = 2 * node + chance.randrange(2)
+            first.until(lambda: nodes[node].phase(rank)[0] in nodes[node].ranks())  # noqa: B023
+            with contextlib.suppress(AssertionError):  # a phase that no later step has
+                first.until(lambda: first.phase(rank)[2] == phase, timeout=10)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.1))
+            pid = first.phase(rank)[0]
+            done = len(steps(tmp_path))
+            kill(pid, signal.SIGSTOP if freezes else signal.SIGKILL)
+            begin = time.monotonic()
+            first.until(lambda: len(steps(tmp_path)) > done)  # noqa: B023
+            times.append(time.monotonic() - begin)
+            lost.append(f"{'froze' if freezes else 'killed'} rank {rank} in {phase}")
+        assert [node.wait() for node in nodes] == [0, 0], "".join(node.said for node in nodes)
+    print(f"{lost}\nseconds from a loss to the next step: {sorted(round(s, 1) for s in times)}")
+    assert_same(tmp_path, tmp_path / "whole")

@@ -1,0 +1,128 @@
+"""Who takes part in the next generation of ranks, and what of a job's state survives."""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.distributed.launch_env import Launch
+from phalanx.run import in_place
+from phalanx.run.in_memory import agreed_offer
+from phalanx.run.in_place import Generation
+from phalanx.run.severed import listening_ports, sever
+
+
+def place(store: dist.Store, node: int, local: int = 0, *, nodes: int = 3, ranks: int = 1) -> Generation:
+    return Generation(node, nodes, Launch(node * ranks + local, nodes * ranks, local, ranks), store, set())
+
+
+def numbers(places: list[tuple[Generation, set[int] | None]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """RANK/WORLD_SIZE of these ranks, each with the nodes that it knows to be dead, after they have joined together.
+
+    A process has one environment, so those of the ranks, which are threads here, are read as they are written.
+    """
+    lock, found = threading.Lock(), {}
+    take = Generation._take
+
+    def record(self: Generation, number: int) -> None:
+        with lock:
+            take(self, number)
+            found[self.here] = f"{os.environ['RANK']}/{os.environ['WORLD_SIZE']}"
+
+    monkeypatch.setattr(Generation, "_take", record)
+    monkeypatch.setattr(Generation, "arrive", lambda *_: True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    threads = []
+    for each, gone in places:
+        dead = None if gone is None else lambda gone=gone: gone
+        threads.append(threading.Thread(target=each.register, args=(dead,), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), found
+    return [found[each.here] for each, _ in places]
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    made = dist.HashStore()
+    made.set_timeout(timedelta(seconds=20))
+    return made
+
+
+def test_survivors_go_on_without_a_dead_node(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [(place(store, node), {1}) for node in (0, 2)]
+    assert numbers(places, monkeypatch) == ["0/2", "1/2"]
+    assert places[0][0].chosen(1) == [0, 2] and store.get("current") == b"1"
+
+
+def test_a_node_that_was_started_again_takes_its_old_place(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody needs to know that it is dead: its ranks want to join."""
+    places = [(place(store, 0), set()), (place(store, 1), None), (place(store, 2), set())]
+    assert numbers(places, monkeypatch) == ["0/3", "1/3", "2/3"]
+
+
+def test_a_later_node_joins_the_survivors(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numbers([(place(store, 0), {1, 2})], monkeypatch) == ["0/1"]
+    late = place(store, 2)
+    assert not place(store, 0).ready(2)
+    first = place(store, 0)
+    first.number = 1
+    store.set("2/2/0", "1 0")
+    assert first.waiting()
+    assert numbers([(first, set()), (late, None)], monkeypatch) == ["0/2", "1/2"]
+
+
+def test_a_node_is_ready_only_with_ranks_of_one_start(store: dist.Store) -> None:
+    """A rank that registered before its launcher killed it does not count for the ranks that came later."""
+    each = place(store, 0, ranks=2)
+    store.set("1/1/0", "77 0")
+    assert each.ready(1) == []
+    store.set("1/1/1", "77 1")
+    assert each.ready(1) == []
+    store.set("1/1/0", "77 1")
+    assert each.ready(1) == [1]
+
+
+def test_a_job_waits_where_it_cannot_run_on_the_survivors(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "PATIENCE_S", 0.2)
+    each = place(store, 0)
+    each.impossible.add(1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(ValueError, match=r"waited 0 s for nodes \[1, 2\] to come back"):
+        each.register(lambda: {1, 2})
+
+
+@pytest.mark.parametrize(
+    ("offered", "width", "agreed"),
+    [
+        ([[3], [3]], 1, (3, 0)),
+        ([[2], [3]], 1, (3, 1)),
+        # one rank of the first replica has finished step 4, the other one has not
+        ([[3, 4], [3], [], [3]], 2, (3, 0)),
+        ([[4], [3], [3], [3]], 2, (3, 2)),
+        ([[], []], 1, None),
+        ([[4], [3]], 2, None),
+    ],
+)
+def test_the_latest_step_of_a_whole_replica(offered: list[list[int]], width: int, agreed: object) -> None:
+    assert agreed_offer(offered, width) == agreed
+
+
+def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
+    before = listening_ports()
+    with socket.create_server(("127.0.0.1", 0)) as rank, socket.create_server(("127.0.0.1", 0)) as other:
+        assert listening_ports() - before == {rank.getsockname()[1], other.getsockname()[1]}
+        ours, theirs = (socket.create_connection(server.getsockname(), timeout=5) for server in (rank, other))
+        with ours, theirs:
+            accepted, kept = rank.accept()[0], other.accept()[0]
+            with accepted, kept:
+                sever({rank.getsockname()[1]})
+                assert ours.recv(1) == b""
+                kept.send(b"x")
+                assert theirs.recv(1) == b"x"
