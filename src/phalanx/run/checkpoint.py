@@ -334,12 +334,20 @@ class Checkpointer:
             if old != final:
                 shutil.rmtree(old)
 
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run. All ranks call this together, and only rank 0 looks."""
+        return from_first(partial(find, self.root), self.world.checkpoint_group)
+
     def set_aside(self, step: int) -> None:
-        """On rank 0, when a run starts: rename checkpoints of later steps to old_step_..., and remove unfinished ones.
+        """When a run starts: rename checkpoints of later steps to old_step_..., and remove unfinished ones. All ranks
+        call this together, and rank 0 does it.
 
         They were left by another run, or are damaged. The renamed ones stay on disk, but are neither resumed from nor
         counted by trainer.max_checkpoints.
         """
+        from_first(partial(self._set_folders_aside, step), self.world.checkpoint_group)
+
+    def _set_folders_aside(self, step: int) -> None:
         for folder in sorted(self.root.glob("step_*")):
             if folder.suffix == ".tmp":
                 shutil.rmtree(folder, ignore_errors=True)
