@@ -114,7 +114,7 @@ def checkpoint_costs(sizes: list[int], runs: int) -> list[str]:
         sent, plans, results = (list(map(pickle.dumps, values)) for values in (made, *zip(*made, strict=True)))
         cells.clear()
         for _ in range(runs):
-            folder, writer = Path(tempfile.mkdtemp()), ShareWriter(0, None)  # type: ignore[arg-type]
+            folder, writer = Path(tempfile.mkdtemp()), ShareWriter()
             acts = [partial(planned_by_torch, folder, plans, results), partial(planned_here, folder, writer, sent)]
             cells.append(list(map(cpu_s, [*acts, partial(planned_here, folder, writer, unchanged)])))
             shutil.rmtree(folder)

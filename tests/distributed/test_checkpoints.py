@@ -96,8 +96,8 @@ def four_checkpoints(folder: Path, failing: int) -> tuple[list[int], list[int], 
     writer, sent, planned, step = Checkpointer(folder, world, {}, 9), list[int](), list[int](), 0
     send, make, write = ShareWriter.new_layout, DefaultSavePlanner.create_global_plan, FileSystemWriter.write_data
 
-    def counted(self: ShareWriter) -> Any:
-        layout = send(self)
+    def counted(self: ShareWriter, group: Any) -> Any:
+        layout = send(self, group)
         sent.append(0 if layout is None else len(layout[1]))
         return layout
 

@@ -169,7 +169,7 @@ class Checkpointer:
         self.patience_s = patience_s
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
-        self._writer = ShareWriter(world.rank, world.checkpoint_group)
+        self._writer = ShareWriter()
         self._pending: threading.Thread | None = None
         self._begun = 0.0  # when it began, by time.monotonic
         self._failure: RuntimeError | None = None
@@ -270,7 +270,7 @@ class Checkpointer:
         try:
             if in_flight is not None:
                 (part / f"__{self.world.rank}_{IN_FLIGHT}").write_bytes(in_flight.numpy().tobytes())
-            self._writer.write(part, copied)
+            self._writer.write(part, self.world.rank, copied)
             copied.clear()
             checksums = {f.name: _file_checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except Exception as error:  # whatever torch raises, the other ranks wait for this one
@@ -282,7 +282,7 @@ class Checkpointer:
         per_rank: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
         done = [False]
         try:
-            written = problem, checksums, self._writer.new_layout()
+            written = problem, checksums, self._writer.new_layout(self.world.checkpoint_group)
             dist.gather_object(written, per_rank, group=self.world.checkpoint_group)
             if per_rank is not None:
                 done = [self._publish_or_drop(per_rank, part, final, meta)]

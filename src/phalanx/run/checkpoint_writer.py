@@ -27,28 +27,26 @@ Layout = tuple[SavePlan, list[WriteResult]]  # the parts of tensors in a rank's 
 class ShareWriter:
     """Writes one rank's shares of the checkpoints of a run and, on rank 0, the `.metadata` of all shares."""
 
-    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
-        """group: all ranks, on the CPU."""
-        self._rank, self._group = rank, group
+    def __init__(self) -> None:
         self._layout: Layout | None = None  # of the last file; None if it was not written
         self._planned: Layout | None = None  # of the last checkpoint that is complete
         self._metadata = b""  # on rank 0: the content of its `.metadata`
 
-    def write(self, folder: Path, share: dict[str, Any]) -> None:
-        """Write CPU tensors that no other rank writes, by nested names. Raises OSError or RuntimeError."""
+    def write(self, folder: Path, rank: int, share: dict[str, Any]) -> None:
+        """Write CPU tensors that only this rank writes, by nested names. Raises OSError or RuntimeError."""
         self._layout = None
         writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
         planner.set_up_planner(share)
-        plan = replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{self._rank}_"))
+        plan = replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{rank}_"))
         plan = writer.prepare_local_plan(plan)  # makes the folder, which this node may not see yet
         self._layout = plan, writer.write_data(plan, planner).value()
 
-    def new_layout(self) -> Layout | None:
+    def new_layout(self, group: dist.ProcessGroup) -> Layout | None:
         """The layout of this rank's file, for `write_metadata`; None on all ranks if it is on each as in the last
-        checkpoint. All ranks call this together.
+        checkpoint. All ranks call this together. group: all of them, on the CPU.
         """
         changed = torch.tensor([int(self._layout is None or self._layout != self._planned)])
-        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
         return self._layout if changed.item() else None
 
     def write_metadata(self, folder: Path, layouts: Sequence[Layout | None]) -> None:
