@@ -7,11 +7,14 @@ A random model in bfloat16 is written to a folder; trained weights are kept in f
 this machine load the model whole, cast it and keep their shard (`whole`), or leave it in memory-mapped files, from
 which each rank reads and casts only its shard (`parts`). "Read" are resident pages of mapped files (RssFile; the kernel
 maps up to 2 MB at a time), "own" are the rank's anonymous pages (RssAnon). Both are peaks of the kernel's counts,
-sampled every 2 ms, minus the counts before loading. The last line is JSON.
+sampled every 2 ms, minus the counts before loading. "Disk" is what all ranks together fetch from the disk
+(/proc/self/io), after the file was removed from the page cache; it needs a folder on a disk (TMPDIR). The last line is
+JSON.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -52,15 +55,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="phalanx-loading-") as name:
         folder = Path(name)
         size = run_ranks(write, 1, folder, args.hidden, args.layers, timeout=600, init=False)[0]
-        found: dict[tuple[int, str], list[tuple[float, float]]] = {(n, way): [] for n in args.ranks for way in WAYS}
+        found: dict[tuple[int, str], list[tuple[float, ...]]] = {(n, way): [] for n in args.ranks for way in WAYS}
         for _ in range(args.runs):
             for ranks, way in found:
+                evict(folder / "model.safetensors")
                 peaks = run_ranks(lay_out, ranks, str(folder), ranks, way == "parts", timeout=600)
-                found[ranks, way].append((max(read for read, _ in peaks), max(own for _, own in peaks)))
-    rows = [{"ranks": n, "way": way, "read_mb": middle(f, 0), "own_mb": middle(f, 1)} for (n, way), f in found.items()]
-    print(f"A model of {size:.0f} MB in bfloat16: the most that a rank reads, and has of its own, MB")
+                read, own, disk = zip(*peaks, strict=True)
+                found[ranks, way].append((max(read), max(own), sum(disk)))
+    names = ("read_mb", "own_mb", "disk_mb")
+    rows = [
+        {"ranks": n, "way": way} | {name: middle(values, i) for i, name in enumerate(names)}
+        for (n, way), values in found.items()
+    ]
+    print(f"A model of {size:.0f} MB in bfloat16: the most that a rank reads, and has of its own, and of the disk, MB")
     for row in rows:
-        print(f"  {row['ranks']} ranks  {row['way']:5}  read {row['read_mb']:7.1f}  own {row['own_mb']:7.1f}")
+        print(f"  {row['ranks']} ranks  {row['way']:5}", *(f"{name[:-3]} {row[name]:7.1f}" for name in names), sep="  ")
     print(json.dumps({"model_mb": round(size, 1), "runs": args.runs, "rows": rows} | origin(torch.device("cpu"))))
 
 
@@ -81,14 +90,30 @@ def write(folder: Path, hidden: int, layers: int) -> float:
     return (folder / "model.safetensors").stat().st_size / 1e6
 
 
-def lay_out(folder: str, ranks: int, parts: bool) -> tuple[float, float]:
-    """Load a model for a full fine-tuning; returns the MB that this rank read from files, and those it allocated."""
+def evict(file: Path) -> None:
+    """Remove a file from the page cache."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def from_disk() -> float:
+    """MB that this process has fetched from disks so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"]) / 1e6
+
+
+def lay_out(folder: str, ranks: int, parts: bool) -> tuple[float, float, float]:
+    """Load a model for a full fine-tuning; returns the MB that this rank read from files, those it allocated, and those
+    that it fetched from the disk.
+    """
     config, parallel = LMModelConfig(path=folder), ParallelConfig(fsdp_size=ranks)
     world = start_world(parallel)
+    before = from_disk()
     with peaks() as most:
         model = load_model(config, torch.float32, chunk=1024, stored=parts)
         TrainedModel(model, model.blocks(), world, config, parallel, torch.bfloat16, seed=0, kept=torch.float32)
-    return most[READ], most[OWN]
+    return most[READ], most[OWN], from_disk() - before
 
 
 @contextmanager
@@ -119,7 +144,7 @@ def counted() -> dict[str, float]:
     return {kind: int(fields[kind].split()[0]) * 1024 / 1e6 for kind in (READ, OWN)}
 
 
-def middle(found: list[tuple[float, float]], column: int) -> float:
+def middle(found: list[tuple[float, ...]], column: int) -> float:
     """The median over the runs."""
     return round(statistics.median(row[column] for row in found), 1)
 

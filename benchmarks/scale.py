@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py
     python benchmarks/scale.py --real 4 8 16 --figure scale.svg
+    python benchmarks/scale.py --simulated --real --checkpoints 32 1024
 
 **Simulated**: one process acts as a rank of many, with torch's fake process groups. The job's own code creates the
 mesh, shards the model and runs a training step. The bytes of its collectives, its memory and its process groups are
@@ -11,6 +12,8 @@ compared with the results of `--plan`. Data from other ranks is replaced by this
 between connections that are all made at the start and connections made at their first use. Counted are sockets, calls
 of the store and CPU seconds, which many processes on few cores disturb less than wall-clock time. Numbers beyond the
 largest world are fits, and are marked as such.
+
+**Checkpoints**: what rank 0 does with the plans of all ranks, see benchmarks/scale_files.py.
 """
 
 import argparse
@@ -37,6 +40,8 @@ from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
+
+from benchmarks.scale_files import checkpoint_costs  # noqa: E402
 
 from phalanx.config.flow import FlowRLConfig  # noqa: E402
 from phalanx.config.parallel import ParallelConfig  # noqa: E402
@@ -382,12 +387,15 @@ def main() -> None:
         "--simulated", type=int, nargs="*", default=[64, 1024], help="sizes of simulated worlds (64 1024)"
     )
     parser.add_argument("--real", type=int, nargs="*", default=[4, 8, 16, 32], help="sizes of real worlds (4 8 16 32)")
+    parser.add_argument("--checkpoints", type=int, nargs="*", default=[], help="ranks of simulated checkpoints (none)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each real world; figures are medians (3)")
     parser.add_argument("--figure", type=Path, help="draw the real worlds and their fits (needs matplotlib)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for ranks in args.simulated:
         print("| | planned | simulated |\n|---|---|---|", *compare(ranks), sep="\n", end="\n\n", flush=True)
+    if args.checkpoints:
+        print("CPU seconds of rank 0 for a checkpoint", *checkpoint_costs(args.checkpoints, args.runs), sep="\n")
     if not args.real:
         return
     print(f"imports of a rank: {imports():.1f} CPU seconds")

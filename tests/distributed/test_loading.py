@@ -1,5 +1,6 @@
 """Loading and encoding: the weights are those of the files, whoever casts them, and a rank reads and casts no more than its part."""
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.loading import lay_out, write
+from benchmarks.loading import evict, lay_out, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM, T5Config, T5EncoderModel
@@ -72,10 +73,10 @@ def test_parts_are_those_of_the_whole(
 def test_a_rank_reads_and_casts_its_part(tmp_path: Path) -> None:
     """MB of four ranks, of a file in bfloat16 and weights in float32."""
     size = run_ranks(write, 1, tmp_path, 2048, 1, init=False)[0]
-    read, own = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, True), strict=True))
+    read, own, _ = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, True), strict=True))
     assert own < 0.75 * size  # 2 of float32 over 4, and what a step of it takes
     assert read < 0.6 * size  # pages come 2 MB at a time
-    read, own = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, False), strict=True))
+    read, own, _ = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, False), strict=True))
     assert own > 1.75 * size and read > 0.9 * size
 
 
@@ -174,3 +175,36 @@ def test_a_job_encodes_a_prompt_once_a_node(sd3_folder: Path, tmp_path: Path) ->
     found = run_ranks(encoded, 4, cfg)
     assert sorted(text for texts in found for text in texts) == sorted(["", *(f"prompt {i}" for i in range(16))])
     assert [len(texts) for texts in found] == [5, 4, 4, 4]
+
+
+def loaded_late(cfg: FlowRLConfig) -> int:
+    """Train while rank 1 loads its model 8 s later than rank 0, with a limit of 5 s; returns the steps done."""
+    from phalanx.run.flow_kind import Flow
+    from phalanx.run.rl import build
+
+    plain = Flow.load_policy
+
+    def late(self: Flow, *args: Any, **kwargs: Any) -> FlowPolicy:
+        time.sleep(8 * dist.get_rank())
+        return plain(self, *args, **kwargs)
+
+    with patch.object(Flow, "load_policy", late):
+        trainer = build(cfg)
+    trainer.fit()
+    return trainer.job.progress.step
+
+
+def test_a_model_that_one_node_reads_slowly_is_no_hang(sd3_folder: Path, tmp_path: Path) -> None:
+    keys = ["parallel.timeout_s=5", "parallel.fsdp_size=1", "trainer.total_training_steps=1"]
+    assert run_ranks(loaded_late, 2, tiny_config(sd3_folder, tmp_path, *keys)) == [1, 1]
+
+
+def test_the_ranks_of_a_node_read_a_file_once(tmp_path: Path) -> None:
+    """All ranks together fetch each page of the model from the disk once, whether they load it whole or in parts."""
+    size = run_ranks(write, 1, tmp_path, 512, 1, init=False)[0]
+    for parts in (False, True):
+        evict(tmp_path / "model.safetensors")
+        fetched = [disk for _, _, disk in run_ranks(lay_out, 2, str(tmp_path), 2, parts)]
+        if sum(fetched) == 0:
+            pytest.skip("the folder is on no disk")
+        assert sum(fetched) == pytest.approx(size, rel=0.1)

@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,40 @@ def test_the_files_stay_short(world: World, tmp_path: Path, monkeypatch: pytest.
     assert steps == list(range(steps[0], 400))
     log = (tmp_path / "ranks" / "0.log").read_text().splitlines()
     assert log == [f"line {step}" for step in range(int(log[0].split()[1]), 400)]
+
+
+def test_many_ranks_write_their_state_less_often_and_what_is_rare_at_once(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 400 ranks; the watch would let it write every 0.05 s, and 400 ranks may write 200 states per second."""
+    watch: Any = world.watch
+    watch.rank, watch.hosts, watch.interval = 399, ["host"] * 400, 0.05
+    monkeypatch.setattr(rank_files, "STATES_PER_S", 200)
+    written, plain, timers = list[float](), rank_files.write_json, Timers()
+
+    def write_json(folder: Path, *args: Any) -> None:
+        if folder == tmp_path:  # threads of other tests may go on
+            written.append(time.monotonic())
+        plain(folder, *args)
+
+    def wait_for(ready: Callable[[str], bool]) -> str:
+        while not written or not ready(text := (tmp_path / "ranks" / "399.jsonl").read_text()):
+            time.sleep(0.01)
+        return text
+
+    monkeypatch.setattr(rank_files, "write_json", write_json)
+    with RankFiles(tmp_path, world, timers, None):
+        wait_for(lambda text: "start" in text)
+        with timers("rollout"):
+            logging.getLogger("phalanx").warning("at once")
+        assert "rollout" not in wait_for(lambda text: "at once" in text) and len(written) == 1
+        wait_for(lambda text: "rollout" in text)
+        time.sleep(2.5)
+    # the first one, one in this rank's turn, one or more after 2 s each, and the last one
+    *regular, _ = written
+    assert len(regular) >= 3 and min(after - before for before, after in pairwise(regular)) > 1.95
+    state = json.loads((tmp_path / "ranks" / "399.json").read_text())
+    assert state["interval"] == 2 and state["ended"] == "finished"
 
 
 def test_a_disk_that_refuses_them_ends_no_job(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

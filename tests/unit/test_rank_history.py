@@ -1,9 +1,13 @@
 """The history of ranks from their files: the phases of a step, and which ranks waited for which."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from phalanx.run.telemetry import run_folder
 from phalanx.tools.board import rank_history
 from phalanx.tools.board.rank_history import RankHistory
 
@@ -145,3 +149,35 @@ def test_no_ranks(tmp_path: Path) -> None:
     data = RankHistory(tmp_path).data()
     assert (data["ranks"], data["step"], data["events"], data["spans"]) == ([], None, [], [])
     assert rank_history.MAX_EVENTS > 0
+
+
+def test_many_files_are_read_at_once_and_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 ranks on a file system that takes 20 ms for a file. The first rank's lines are read whole, and the last ones
+    of the others.
+    """
+    for rank in range(100):
+        lines = [
+            {"event": "start", "at": 0, "ranks": 100},
+            *(phase("rollout", step, step, step + 1) for step in range(99)),
+        ]
+        write(tmp_path, rank, lines, ranks=100)
+    reads, plain = list[str](), run_folder.read_json
+
+    def slow(folder: Path, name: str) -> dict[str, Any] | None:
+        time.sleep(0.02)
+        reads.append(name)
+        return plain(folder, name)
+
+    monkeypatch.setattr(run_folder, "read_json", slow)
+    monkeypatch.setattr(rank_history, "MOST_READ", 100 * 2000)
+    monkeypatch.setattr(rank_history, "SOON_S", 0.0)
+    history, begin = RankHistory(tmp_path), time.monotonic()
+    first = history.data()
+    seconds = time.monotonic() - begin
+    assert [state["rank"] for state in first["ranks"]] == list(range(100)) and seconds < 0.02 * 100 * 0.7
+    write(tmp_path, 0, [], ranks=100, at=2000.0)
+    assert history.data()["ranks"][0]["at"] == 1000.0 and len(reads) == 100
+    time.sleep(rank_history.PAUSE * seconds + 0.1)
+    assert history.data()["ranks"][0]["at"] == 2000.0 and len(reads) == 200
+    assert [event["text"] for event in first["events"]] == ["100 ranks, the first on None"]
+    assert len(history._lines[0].phases) == 99 and 20 < len(history._lines[99].phases) < 40

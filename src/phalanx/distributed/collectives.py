@@ -57,11 +57,13 @@ def all_gather_apart(value: Tensor) -> list[Tensor]:
     return out
 
 
-def all_gather_object(value: T) -> list[T]:
-    """Values of all ranks, in rank order. For small values that can be pickled."""
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Values of all ranks, in rank order. For small values that can be pickled. group: one of all ranks, if its time
+    limit shall hold.
+    """
     out: list[Any] = [None] * dist.get_world_size()
     with _record_wait():
-        dist.all_gather_object(out, value)
+        dist.all_gather_object(out, value, group)
     return out
 
 
@@ -70,11 +72,11 @@ def all_gather_rows(row: T) -> list[T]:
     return all_gather_object(row)[::_alike]
 
 
-def broadcast_object(value: T, source: int = 0) -> T:
-    """Broadcast the value of rank `source` to all ranks."""
+def broadcast_object(value: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Broadcast the value of rank `source` to all ranks. group: see all_gather_object."""
     box = [value]
     with _record_wait():
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
 
 
@@ -142,15 +144,17 @@ def on_all_ranks(read: Callable[[], T], kind: type[Exception] = ValueError) -> T
     return result
 
 
-def from_first(read: Callable[[], T]) -> T:
-    """Broadcast the result of `read` on rank 0 to all ranks. A ValueError that it raises there is raised on all."""
+def from_first(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Broadcast the result of `read` on rank 0 to all ranks. A ValueError that it raises there is raised on all. group:
+    see all_gather_object.
+    """
     outcome: Any = None
     if dist.get_rank() == 0:
         try:
             outcome = read()
         except ValueError as error:
             outcome = error
-    outcome = broadcast_object(outcome)
+    outcome = broadcast_object(outcome, group=group)
     if isinstance(outcome, ValueError):
         raise outcome
     result: T = outcome

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, from_first
 from phalanx.distributed.mesh import World
 from phalanx.models.lora import ADAPTER, WEIGHTS
 from phalanx.run.checkpoint_reader import Reader, load_tensors
+from phalanx.run.checkpoint_writer import METADATA, Layout, ShareWriter
 from phalanx.training.checkpoint_contents import share
 from phalanx.training.progress import Progress
 
@@ -68,10 +69,12 @@ def complete(folder: Path) -> str | None:
 def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """Describe what is wrong with the contents of a complete checkpoint, by their checksums; None if nothing.
 
-    Only every `parts`-th file is read, starting with number `part`, so that ranks can share the work.
+    Only every `parts`-th file is read, starting with number `part`, so that ranks can share the work; part 0 checks the
+    list of the tensors, too.
     """
     try:
-        Reader(folder).read_metadata()
+        if part == 0:  # a second of CPU for 40,000 parts of tensors
+            Reader(folder).read_metadata()
     except ValueError as error:
         return str(error)
     files = sorted(read_meta(folder)["files"].items())
@@ -126,15 +129,23 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return dict(parse_json(read_bytes(folder / "meta.json", MOST_META).decode()))
 
 
-def _unseen_file(folder: Path) -> str | None:
+def _unseen_file(folder: Path, names: Iterable[str]) -> str | None:
     """Describe a file of another rank that is not visible here; None if all are."""
     # If each node wrote to a local disk, each would have only a part, which otherwise only a resume would reveal.
-    stored = Reader(folder).read_metadata().storage_data.values()
-    for entry in stored:
-        if not (folder / entry.relative_path).exists():
-            name = entry.relative_path
+    for name in names:
+        if not (folder / name).exists():
             return f"rank 0 cannot see {name}: trainer.output_dir must be on a file system that all nodes share"
     return None
+
+
+def _staged(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a checkpoint's contents in CPU memory."""
+    stager = DefaultStager(StagingOptions(*[False] * 4))
+    try:
+        copied: Any = stager.stage(state)  # a future only with the asynchronous option
+        return dict(copied)
+    finally:
+        stager.close()
 
 
 def _root_cause(error: BaseException) -> str:
@@ -144,7 +155,7 @@ def _root_cause(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _first_problem(problems: list[str | None]) -> str | None:
+def _first_problem(problems: Iterable[str | None]) -> str | None:
     return next(filter(None, problems), None)
 
 
@@ -158,6 +169,7 @@ class Checkpointer:
         self.patience_s = patience_s
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
+        self._writer = ShareWriter()
         self._pending: threading.Thread | None = None
         self._begun = 0.0  # when it began, by time.monotonic
         self._failure: RuntimeError | None = None
@@ -169,11 +181,13 @@ class Checkpointer:
         passed: list[Path] = []
         while True:
             # only rank 0 looks, since a network file system may show other ranks another state
-            folder = from_first(partial(self._locate_folder, resume, passed))
+            folder = from_first(partial(self._locate_folder, resume, passed), self.world.checkpoint_group)
             if folder is None:
                 return None
             # the ranks share the work of computing checksums of all files
-            problem = _first_problem(all_gather_object(damaged(folder, self.world.rank, self.world.size)))
+            problem = _first_problem(
+                all_gather_object(damaged(folder, self.world.rank, self.world.size), self.world.checkpoint_group)
+            )
             if problem is None:
                 return folder
             if resume != "auto":
@@ -216,7 +230,7 @@ class Checkpointer:
             load_tensors(folder, state)
         except CheckpointException as error:
             problem = _root_cause(error)
-        problem = _first_problem(all_gather_object(problem))
+        problem = _first_problem(all_gather_object(problem, self.world.checkpoint_group))
         if problem is not None:
             raise ValueError(f"trainer.resume: {folder} cannot be loaded: {problem}")
         return Progress(**read_meta(folder)["progress"])
@@ -236,62 +250,70 @@ class Checkpointer:
             except OSError as error:  # for example a full disk; training goes on
                 problem = str(error)
                 log.warning("checkpoint %s was not written: %s", final, problem)
-        if broadcast_object(problem) is not None:
+        if broadcast_object(problem, group=self.world.checkpoint_group) is not None:
             return
-        # asdict and async_save copy, since training goes on and changes the originals before they are written
+        # asdict and _staged copy, since training goes on and changes the originals before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
-        part_of_rank = share(state, self.world)
-        response: Any = dcp.async_save(part_of_rank, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
+        copied = _staged(share(state, self.world))
         # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
-            target=self._finish_save, args=(response, part, final, meta, in_flight), daemon=True
+            target=self._finish_save, args=(copied, part, final, meta, in_flight), daemon=True
         )
         self._pending.start()
         self._begun = time.monotonic()
 
     def _finish_save(
-        self, response: Any, part: Path, final: Path, meta: dict[str, Any], in_flight: Tensor | None
+        self, copied: dict[str, Any], part: Path, final: Path, meta: dict[str, Any], in_flight: Tensor | None
     ) -> None:
-        """On every rank, in the background: publish once all ranks have written."""
+        """On every rank, in the background: write this rank's share, and publish once all ranks have written theirs."""
         problem, checksums = None, {}
         try:
             if in_flight is not None:
                 (part / f"__{self.world.rank}_{IN_FLIGHT}").write_bytes(in_flight.numpy().tobytes())
-            response.result()
+            self._writer.write(part, self.world.rank, copied)
+            copied.clear()
             checksums = {f.name: _file_checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
-        except (CheckpointException, OSError, RuntimeError) as error:
+        except Exception as error:  # whatever torch raises, the other ranks wait for this one
             problem, full = _root_cause(error), os.strerror(errno.ENOSPC)
             # on a full disk torch only reports a file that is too short, and other ranks do not get the system's error
             if full not in problem and part.is_dir() and shutil.disk_usage(part).free < FULL:
                 problem = f"{full} ({problem})"
         # a rank that failed joins the collective, too; otherwise the others would wait for it until the time limit
-        per_rank: list[Any] = [None] * self.world.size
+        per_rank: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
         done = [False]
         try:
-            dist.all_gather_object(per_rank, (problem, checksums), group=self.world.checkpoint_group)
-            if self.world.rank == 0:
+            written = problem, checksums, self._writer.new_layout(self.world.checkpoint_group)
+            dist.gather_object(written, per_rank, group=self.world.checkpoint_group)
+            if per_rank is not None:
                 done = [self._publish_or_drop(per_rank, part, final, meta)]
             # all ranks wait for the rename, so that no rank ends the job before it
             dist.broadcast_object_list(done, src=0, group=self.world.checkpoint_group)
         except RuntimeError as error:  # a rank is lost; `wait` raises this in the main thread
             self._failure = error
+        self._writer.end(done[0])
         if done[0]:
             self.saved_step = meta["progress"]["step"]
 
     def _publish_or_drop(
-        self, per_rank: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
+        self,
+        per_rank: list[tuple[str | None, dict[str, int], Layout | None]],
+        part: Path,
+        final: Path,
+        meta: dict[str, Any],
     ) -> bool:
         """On rank 0: publish a checkpoint if all ranks have written their parts. Returns whether it is complete."""
-        problem = _first_problem([failure for failure, _ in per_rank])
+        problems, parts, layouts = zip(*per_rank, strict=True)
+        problem = _first_problem(problems)
         checksums: dict[str, int] = {}
-        for _, written in per_rank:
+        for written in parts:
             checksums |= written
         try:
-            problem = problem or _unseen_file(part)
+            problem = problem or _unseen_file(part, checksums)
             if problem is None:
-                self._publish_folder(part, final, meta, checksums)
-        except OSError as error:
-            problem = str(error)
+                self._writer.write_metadata(part, layouts)
+                self._publish_folder(part, final, meta, checksums | {METADATA: _file_checksum(part / METADATA)})
+        except Exception as error:  # see _finish_save
+            problem = _root_cause(error)
         if problem is not None:
             log.warning("checkpoint %s was not written: %s", final, problem)
             shutil.rmtree(part, ignore_errors=True)
@@ -300,10 +322,8 @@ class Checkpointer:
     def _publish_folder(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
         meta["files"] = {}
-        for file in part.iterdir():
-            # each rank has the checksums of its own files; only the small .metadata is left
-            checksum = checksums[file.name] if file.name in checksums else _file_checksum(file)
-            meta["files"][file.name] = (file.stat().st_size, checksum)
+        for name, checksum in checksums.items():
+            meta["files"][name] = ((part / name).stat().st_size, checksum)
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         # the rename publishes it atomically; older ones are removed only afterwards
         if final.exists():
@@ -314,12 +334,20 @@ class Checkpointer:
             if old != final:
                 shutil.rmtree(old)
 
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run. All ranks call this together, and only rank 0 looks."""
+        return from_first(partial(find, self.root), self.world.checkpoint_group)
+
     def set_aside(self, step: int) -> None:
-        """On rank 0, when a run starts: rename checkpoints of later steps to old_step_..., and remove unfinished ones.
+        """When a run starts: rename checkpoints of later steps to old_step_..., and remove unfinished ones. All ranks
+        call this together, and rank 0 does it.
 
         They were left by another run, or are damaged. The renamed ones stay on disk, but are neither resumed from nor
         counted by trainer.max_checkpoints.
         """
+        from_first(partial(self._set_folders_aside, step), self.world.checkpoint_group)
+
+    def _set_folders_aside(self, step: int) -> None:
         for folder in sorted(self.root.glob("step_*")):
             if folder.suffix == ".tmp":
                 shutil.rmtree(folder, ignore_errors=True)

@@ -100,12 +100,13 @@ def _load_metadata(file: Path) -> Metadata:
             raise TypeError(f"it holds a {type(metadata).__name__}")
         stored, ends = Counter[str](), dict[str, int]()
         for index, place in metadata.storage_data.items():
-            if Path(place.relative_path).name != place.relative_path:
-                raise ValueError(f"{place.relative_path!r} is not a file of this folder")
-            if kind(file.with_name(place.relative_path)) == "folder":  # OSError for a pipe, which torch would wait for
-                raise ValueError(f"{place.relative_path!r} is a folder")
             stored[index.fqn] += place.length
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name in ends:
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is not a file of this folder")
+            if kind(file.with_name(name)) == "folder":  # OSError for a pipe, which torch would wait for
+                raise ValueError(f"{name!r} is a folder")
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it when loading it
                 raise TypeError(f"{name} is not a tensor")

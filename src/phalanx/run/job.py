@@ -23,7 +23,7 @@ from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
 from phalanx.models.meeting import pause
 from phalanx.run import folder_lock, in_place
-from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
+from phalanx.run.checkpoint import Checkpointer, Progress, kept_in_flight
 from phalanx.run.early_end import ends_early
 from phalanx.run.provenance import write_provenance
 from phalanx.run.telemetry.profiles import Profiler
@@ -94,8 +94,8 @@ class Job:
     def _open_files(self) -> None:
         """Prepare the output folder for the steps to come, and open the logs. Raises OSError."""
         cfg, first = self.cfg, self.world.rank == 0
+        self.checkpointer.set_aside(self.progress.step)
         if first:
-            self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if cfg.trainer.save_freq > 0:
                 self.checkpointer.root.mkdir(exist_ok=True)  # not found out when the first one is written
@@ -318,10 +318,10 @@ class Job:
         if self.cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
             self._save_checkpoint(self.progress)
             self.checkpointer.wait()
+        newest = self.checkpointer.newest()
         self.logger.close()
         self.sampling.end(stop.number)
         self.world.watch.close()
-        newest = find(self.checkpointer.root)
         kept = "no checkpoint was saved" if newest is None else f"the same command resumes from {newest}"
         return Stopped(stop.number, f" after step {step} of {self.total_steps}; {kept}")
 

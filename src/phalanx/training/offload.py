@@ -29,7 +29,7 @@ class _Moment:
         size = self.shape.numel() * self.dtype.itemsize
         memory = part[self.start : self.start + size]
         if memory.device.type == "cpu":
-            # the same memory as a separate storage, since torch's async_save copies whole storages and fails if the
+            # the same memory as a separate storage, since torch's stager copies whole storages and fails if the
             # local tensors of several DTensors share one; empty shards of uneven sharding have no memory
             memory = torch.from_numpy(memory.numpy()) if size > 0 else torch.empty_like(memory)
         self.state[self.key] = memory.view(self.dtype).view(self.shape)

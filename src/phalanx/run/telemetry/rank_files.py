@@ -1,11 +1,15 @@
 """The files of each rank in a run's folder, which `phalanx watch`, `runs` and `logs` read:
 
-- `ranks/<rank>.json`: the current state of the rank, replaced at each heartbeat;
+- `ranks/<rank>.json`: the current state of the rank, replaced once per interval;
 - `ranks/<rank>.jsonl`: a line for each start, phase, wait in a collective, warning and error;
 - `ranks/<rank>.log`: a copy of what the rank prints through Python.
 
 A background thread writes them, so that training never waits for a disk; training only appends to queues (see
 phalanx.run.telemetry.run_logger.Timers). The latter two files keep at most the newest MAX_BYTES.
+
+All ranks share one file system. The interval grows with their number, so that all together write at most STATES_PER_S
+states and lists of phases per second, in turns. What is rare does not wait for that: output, warnings, errors, and the
+end of the job.
 """
 
 import json
@@ -32,13 +36,14 @@ from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.telemetry.timers import Timers
 
 MAX_BYTES = 1 << 19
+STATES_PER_S = 20  # of all ranks together
 LAST_WORDS_S = 1.0  # limit for writing a rank's final output, because a hanging disk must not delay its exit
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _log = logging.getLogger(__name__)
 
 
 class RankFiles:
-    """A context in which a thread writes this rank's files into `folder`, once per interval of the watch.
+    """A context in which a thread writes this rank's files into `folder`.
 
     `total_steps` is None if the rank does not know it. If the files cannot be written, the job goes on without them.
     """
@@ -48,6 +53,8 @@ class RankFiles:
         self._folder, self._world, self._timers = folder, world, timers
         self._names = {ending: f"{RANKS}/{watch.rank}.{ending}" for ending in ("json", "jsonl", "log")}
         self._interval = watch.interval
+        self._state_interval = max(self._interval, len(watch.hosts) / STATES_PER_S)
+        self._due = 0.0  # when the next state is written, by time.monotonic
         self._state: dict[str, Any] = {
             "rank": watch.rank,
             "ranks": len(watch.hosts),
@@ -55,7 +62,7 @@ class RankFiles:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": time.time(),
-            "interval": self._interval,
+            "interval": self._state_interval,
             "total": total_steps,
         }
         self._offset = time.time() - time.perf_counter()
@@ -137,23 +144,40 @@ class RankFiles:
                 self._turn.wait_for(lambda: self._done or self._asked > self._answered, self._interval)
 
     def _write_queued(self) -> None:
-        """Write everything queued since the last call, and the current state."""
+        """Write the events and texts queued since the last call; if it is due, the phases, waits and state, too."""
+        is_due = self._asked > self._answered or time.monotonic() >= self._due
+        if not (is_due or self._events or self._text):
+            return
         # without parents, because only rank 0 recreates the folder of a run after it was deleted
         make_inside(self._folder, RANKS)
         lines = []
         for event in _take_entries(self._events):
             lines.append(json.dumps(event))
+        if is_due:
+            lines += self._spans()
+        if lines:
+            _append_text(self._folder, self._names["jsonl"], "\n".join([*lines, ""]))
+        text = exit.hide(CONTROL.sub("", "".join(_take_entries(self._text))))
+        if text:
+            _append_text(self._folder, self._names["log"], text)
+        if is_due:
+            # from the first state on, which all write at once, the ranks take turns
+            turn = (1 + self._state["rank"]) / self._state["ranks"] if self._due == 0 else 1.0
+            self._due = time.monotonic() + turn * self._state_interval
+            self._write_state()
+
+    def _spans(self) -> list[str]:
+        """The lines of the phases and waits that have ended since the last call."""
+        lines = []
         for name, step, begin, end in _take_entries(self._timers.spans):
             lines.append(
                 f'{{"phase":"{name}","step":{step},"from":{self._wall_time(begin)},"to":{self._wall_time(end)}}}'
             )
         for number, begin, end in _take_entries(waits):
             lines.append(f'{{"wait":{number},"from":{self._wall_time(begin)},"to":{self._wall_time(end)}}}')
-        if lines:
-            _append_text(self._folder, self._names["jsonl"], "\n".join([*lines, ""]))
-        text = exit.hide(CONTROL.sub("", "".join(_take_entries(self._text))))
-        if text:
-            _append_text(self._folder, self._names["log"], text)
+        return lines
+
+    def _write_state(self) -> None:
         phase = self._timers.phase
         state = self._state | {
             "at": time.time(),

@@ -5,9 +5,12 @@ ranks' state files. Any of them may be damaged, or written by somebody else: see
 import json
 import os
 import re
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -28,7 +31,10 @@ LATEST = 1e11  # seconds, in the year 5138: later times cannot be shown as dates
 PROFILES = "profiles"  # see phalanx.run.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
 LONGEST_EVENT = 500  # characters
+READERS = 16  # threads
 MOST_JSON = 1 << 16  # bytes of a file with one small object
+S = TypeVar("S")
+T = TypeVar("T")
 NUMBERS = ("interval", "memory_gb", "phase_since", "since")  # of a rank's state, besides its counts
 COUNTS, TEXTS = ("rank", "ranks", "pid", "step", "total"), ("role", "host", "phase", "rate", "ended")
 
@@ -171,13 +177,29 @@ def write_json(folder: Path, name: str, value: dict[str, Any]) -> None:
     write_inside(folder, name, json.dumps(value, indent=1) + "\n")
 
 
+def at_once(read: Callable[[S], T], values: Collection[S]) -> list[T]:
+    """`read` of each value, in order. Many are read in threads, since a file on another machine takes milliseconds."""
+    if len(values) < READERS:
+        return list(map(read, values))
+    with suppress(RuntimeError), ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, values))
+    return list(map(read, values))  # a login node may limit the memory, and no thread can start
+
+
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
     """The states of all ranks of the last start, ordered by rank."""
-    states = []
+
+    def read(name: str) -> dict[str, Any] | None:
+        return _checked_state(read_json(folder, f"{RANKS}/{name}"))
+
+    numbers = dict[str, int]()
     for name, is_folder in list_inside(folder, RANKS):
         number = re.fullmatch(r"(0|[1-9][0-9]{0,6})\.json", name)
-        state = _checked_state(read_json(folder, f"{RANKS}/{name}")) if number and not is_folder else None
-        if number and state is not None and state["rank"] == int(number[1]):
+        if number and not is_folder:
+            numbers[name] = int(number[1])
+    states = []
+    for rank, state in zip(numbers.values(), at_once(read, numbers), strict=True):
+        if state is not None and state["rank"] == rank:
             states.append(state)
     states.sort(key=lambda state: state["rank"])
     if not states:

@@ -15,13 +15,16 @@ from phalanx.config.files import json_object
 from phalanx.config.messages import MOST_SHOWN
 from phalanx.run.telemetry.curves import is_count, is_finite
 from phalanx.run.telemetry.growing_file import GrowingFile
-from phalanx.run.telemetry.run_folder import LATEST, LONGEST_EVENT, RANKS, read_ranks
+from phalanx.run.telemetry.run_folder import LATEST, LONGEST_EVENT, RANKS, at_once, read_ranks
 
 MAX_LINES = 4000  # phases, and likewise waits, that are kept of a rank
 MOST_LINES = 600_000  # of all ranks
 MOST_KNOWN = 5000  # lines of events of a rank that are recognized when they are read again
 MAX_EVENTS = 200
 MOST_BYTES = 1 << 22  # read at once: eight times the size to which a rank limits its file
+MOST_READ = 1 << 25  # bytes read at once of all ranks but the first, which has the events of the job
+SOON_S = 0.2  # in which all files are usually read; what it takes longer is followed by a pause
+PAUSE = 4  # times as long
 MAX_SPANS = 40_000  # of a timeline
 COMMON = {"start", "finished", "stopped"}  # events that all ranks share and that are shown once
 ENDS = {"said", "failed", "error"}  # events that are shown once if several ranks repeat their text within TOGETHER_S
@@ -43,15 +46,15 @@ class Span(NamedTuple):
 
 class RankLines:
     """Reads the lines of a rank's `.jsonl` incrementally. `limit`: the number of phases, and of waits, that are kept;
-    of events, a twentieth of it.
+    of events, a twentieth of it. most: bytes that are read at once, the last ones of a longer file.
     """
 
-    def __init__(self, folder: Path, rank: int, limit: int = MAX_LINES) -> None:
+    def __init__(self, folder: Path, rank: int, limit: int = MAX_LINES, most: int = MOST_BYTES) -> None:
         self.events = deque[dict[str, Any]](maxlen=1 + limit // 20)
         self.phases, self.waits = deque[Span](maxlen=limit), deque[Span](maxlen=limit)
         self._known: dict[int, None] = {}  # hashes of the last lines of events
         self._starts = 0
-        self._file = GrowingFile(folder, f"{RANKS}/{rank}.jsonl", MOST_BYTES, self._start_over)
+        self._file = GrowingFile(folder, f"{RANKS}/{rank}.jsonl", most, self._start_over)
 
     def _start_over(self) -> None:
         self._starts = 0
@@ -97,24 +100,37 @@ def _shown_event(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class RankHistory:
-    """The history of one run's ranks; `data` reads new lines."""
+    """The history of one run's ranks; `read` reads new states and lines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lines: dict[int, RankLines] = {}
+        self._ranks: list[dict[str, Any]] = []
+        self._due = 0.0  # when the files may be read again, by time.monotonic
+
+    def read(self) -> list[dict[str, Any]]:
+        """The states of the ranks. If reading all files takes long, they are not read in each call."""
+        begin = time.monotonic()
+        if begin < self._due:
+            return self._ranks
+        self._ranks = read_ranks(self.folder)
+        for state in self._ranks:
+            number = state["rank"]
+            if number not in self._lines:
+                share = 1 if number == 0 else len(self._ranks)
+                limit = min(MAX_LINES, 1 + MOST_LINES // len(self._ranks))
+                self._lines[number] = RankLines(self.folder, number, limit, min(MOST_BYTES, MOST_READ // share))
+        at_once(RankLines.read, [self._lines[state["rank"]] for state in self._ranks])
+        end = time.monotonic()
+        self._due = end + PAUSE * max(end - begin - SOON_S, 0)
+        return self._ranks
 
     def data(self, step: int | None = None) -> dict[str, Any]:
         """The ranks, the timeline of a step (default: the last complete one) and the events, for page/ranks.js.
 
         Times of ranks and events are those of time.time(); times of the timeline are seconds since its begin.
         """
-        ranks = read_ranks(self.folder)
-        for state in ranks:
-            number = state["rank"]
-            if number not in self._lines:
-                limit = min(MAX_LINES, 1 + MOST_LINES // len(ranks))
-                self._lines[number] = RankLines(self.folder, number, limit)
-            self._lines[number].read()
+        ranks = self.read()
         lines = {state["rank"]: self._lines[state["rank"]] for state in ranks}
         return {
             "now": time.time(),

@@ -82,9 +82,9 @@ class Overview:
 COLUMNS = ["RUN", "STATE", "STEP", "ETA", "RANKS", "HOSTS", "PID OF RANK 0", "LAST SIGN OF LIFE"]
 
 
-def overview(folder: Path, state: str) -> Overview:
-    """Summarize a run from its current files; `state`: see `states`."""
-    rows, ranks = last_rows(folder), read_ranks(folder)
+def overview(folder: Path, state: str, ranks: list[dict[str, Any]] | None = None) -> Overview:
+    """Summarize a run from its current files; `state`: see `states`. ranks: their states, None: of the files."""
+    rows, ranks = last_rows(folder), read_ranks(folder) if ranks is None else ranks
     step = rows[-1]["step"] if rows else 0
     total = next((rank["total"] for rank in ranks if "total" in rank), None)
     if total is None:  # the last resort, because reading the configuration takes longest

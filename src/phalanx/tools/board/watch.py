@@ -85,9 +85,10 @@ class Watcher:
 
     def _rank_data(self, number: int, step: int | None) -> dict[str, Any]:
         folder = self.folders[number]
-        line = overview(folder, self._run_state(number))
+        data = self._histories[number].data(step)
+        line = overview(folder, self._run_state(number), data["ranks"])
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
-        return of_run | self._histories[number].data(step)
+        return of_run | data
 
     def _run_state(self, number: int) -> str:
         """Like phalanx.tools.board.runs.states, but without waiting: compares heartbeats between requests."""
