@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.run.checkpoint import complete
+from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import Reader
 from phalanx.tools.board.evaluation import Wanted, result_of
 from phalanx.tools.board.evaluation_files import Records, read_records, write_json

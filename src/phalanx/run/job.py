@@ -23,8 +23,10 @@ from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
 from phalanx.models.meeting import pause
 from phalanx.run import folder_lock
-from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
+from phalanx.run.checkpoint import Checkpointer, Progress
+from phalanx.run.checkpoint_folder import find, kept_in_flight
 from phalanx.run.early_end import ends_early
+from phalanx.run.keep_best import check_metric, judgement
 from phalanx.run.provenance import write_provenance
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
@@ -205,6 +207,8 @@ class Job:
             row, kept = self.sampling.validate(self.progress.step, None if self.state.ema is None else "ema")
             for name, records in kept.items():
                 self.logger.records(step, name, records)
+        if (self.cfg.trainer.keep_best or "").startswith("val/"):
+            check_metric(self.cfg.trainer, row, step, self.checkpointer)
         return row
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
@@ -220,10 +224,13 @@ class Job:
             last, self.total_steps, self.progress.ended = True, step, True
         self.progress.unfinished = None
         # log before saving: a run that is killed after the checkpoint must find this row
-        self.logger.log(step, row | self.timers.pop())
+        row = row | self.timers.pop()
+        self.logger.log(step, row)
         self._count_bad_step()
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
-            self._save_checkpoint(self.progress)
+            self._save_checkpoint(self.progress, judgement(t, row))
+            if not self.progress.ended:
+                check_metric(t, row, step, self.checkpointer)
         if not last:
             _, stop = agree(None, self.world.watch.stop or 0)
             if stop:
@@ -289,7 +296,7 @@ class Job:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, progress: Progress) -> None:
+    def _save_checkpoint(self, progress: Progress, judged: dict[str, Any] | None = None) -> None:
         in_flight = self.sampling.in_flight(progress.step)
         with self.timers("checkpoint"):
             problem = self._not_finite()
@@ -298,7 +305,7 @@ class Job:
                     f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
                     f"{self._nan_advice}"
                 )
-            self.checkpointer.save(self.tensors(), copy(progress), in_flight)
+            self.checkpointer.save(self.tensors(), copy(progress), in_flight, judged)
 
     def _not_finite(self) -> str | None:
         """Describe, on all ranks, weights with NaN or infinity; None if all are finite."""

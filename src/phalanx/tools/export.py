@@ -26,7 +26,7 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora
 from phalanx.models.trained import TrainedModel
-from phalanx.run.checkpoint import complete, damaged, find, read_meta
+from phalanx.run.checkpoint_folder import complete, damaged, find, named_folder, no_folder, read_meta
 from phalanx.run.checkpoint_reader import load_tensors, tensor_entries
 from phalanx.run.kind import kind_of, known_schemas
 from phalanx.tools.outputs import check_place, place_in_run, writing
@@ -130,10 +130,10 @@ def open_checkpoint(checkpoint: str, weights: str, use: Use, policy: str | None 
 
 
 def _locate(given: str) -> Path:
-    """The folder of the checkpoint given by the key: a step_NNNNNN folder, or the newest one of a run."""
-    folder = Path(given).expanduser()
+    """The folder of the checkpoint given by the key: a step_NNNNNN folder, or the newest or the best one of a run."""
+    folder = named_folder(given)
     if not folder.is_dir():
-        raise ValueError(f"checkpoint: {given!r}: no such folder")
+        raise ValueError(f"checkpoint: {given!r}: {no_folder(folder)}")
     if (folder / "checkpoints").is_dir():
         newest = find(folder / "checkpoints")
         if newest is None:
