@@ -152,6 +152,7 @@ def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
         first.timers,
         first.total_steps,
         batch="",
+        exports=None,
         beside={"critic": critic},
     )
     t.updater.rescorer.progress = t.job.progress

@@ -345,8 +345,8 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
         f"output_dir: '{tmp_path / 'full'}' exists; give a new folder"
     )
     assert refused() == (
-        "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, or a "
-        "folder step_NNNNNN"
+        "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, "
+        "output_dir/best, for its best by trainer.keep_best, or a folder step_NNNNNN"
     )
     assert refused(f"checkpoint={copy}", "dtype=int8") == (
         "dtype: expected one of float32, bfloat16, float16, got 'int8'"

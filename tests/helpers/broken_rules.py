@@ -17,6 +17,7 @@ IN_BLOCKS = "rollout.engine='phalanx.rollout.lm.in_blocks:BlockDiffusionRollout'
 PIPELINED = "rollout.schedule=pipelined"
 CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
 SWEEP, LORA = "sweep.optim.lr=[1e-4,3e-4]", "model.lora_rank=4"
+EXPORT = "trainer.export_each_save=true"
 KEEP = "trainer.keep_best=val/a/reward/mean"
 OF_CONTEXT = CONTEXT.replace("=", ": ")
 
@@ -35,6 +36,18 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         FlowRLConfig,
         ("trainer.end_below={reward/mean: 0.1}", "placement={rollout: 0, actor: 1}"),
         "trainer.end_below: ranks with other roles run to the last step",
+    ),
+    (FlowRLConfig, (EXPORT, LORA, "trainer.save_freq=-1"), "trainer.export_each_save: true exports checkpoints; set"),
+    (FlowRLConfig, (EXPORT,), "trainer.export_each_save: true exports LoRAs, and model.lora_rank=0 trains all"),
+    (
+        FlowRLConfig,
+        (EXPORT, LORA, "model.lora_init=pissa"),
+        "trainer.export_each_save: true exports LoRAs without loading the base, which model.lora_init=pissa needs",
+    ),
+    (
+        JointConfig,
+        (EXPORT, "writer.model.lora_rank=4"),
+        "trainer.export_each_save: exports LoRAs, and painter.model.lora_rank=0 trains all weights",
     ),
     (FlowRLConfig, ("trainer.keep_best_mode=min",), "trainer.keep_best_mode: min is of trainer.keep_best"),
     (FlowRLConfig, (KEEP, "trainer.save_freq=-1"), "trainer.keep_best: val/a/reward/mean needs checkpoints"),

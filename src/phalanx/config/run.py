@@ -241,6 +241,11 @@ class TrainerConfig:
         "as output_dir/best; null: none",
     )
     keep_best_mode: str = arg("max", "which value of trainer.keep_best is the best one", choices=("max", "min"))
+    export_each_save: bool = arg(
+        False,
+        "also write the LoRA of each checkpoint to export/ in output_dir, as `phalanx export` does, for stock peft or "
+        "diffusers",
+    )
     profile_steps: list[int] = arg(
         [],
         "training steps, counted from 1, that are profiled: each rank writes a trace, a table of the most expensive "

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
@@ -86,6 +86,7 @@ class Checkpointer:
         self._failure: RuntimeError | None = None
         # the step of this run's newest complete checkpoint; valid after `wait`
         self.saved_step = -1
+        self.published: Callable[[Path], None] | None = None  # called on rank 0 for each new checkpoint, in its thread
 
     def locate(self, resume: str) -> Path | None:
         """The checkpoint that trainer.resume selects; ValueError if it cannot be used."""
@@ -208,6 +209,8 @@ class Checkpointer:
             self._failure = error
         if done[0]:
             self.saved_step = meta["progress"]["step"]
+            if self.world.rank == 0 and self.published is not None:
+                self.published(final)
 
     def _publish_or_drop(
         self, per_rank: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]

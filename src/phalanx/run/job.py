@@ -60,11 +60,12 @@ class Job:
         total_steps: int,
         *,
         batch: str,
+        exports: Callable[[Path], None] | None,
         beside: Mapping[str, TrainState] | None = None,
     ) -> None:
         """Resume from a checkpoint if there is one, and open the logs; all ranks call this together. batch: description
-        of a step's batch for the log. Raises ValueError for weights that are not finite and for a folder that cannot be
-        written.
+        of a step's batch for the log. exports: of new checkpoints, see phalanx.run.exporting.exports_of. Raises
+        ValueError for weights that are not finite and for a folder that cannot be written.
         """
         self.cfg, self.world, self.sampling, self.timers = cfg, world, sampling, timers
         self.policies, self.beside = dict(policies), dict(beside or {})
@@ -74,9 +75,9 @@ class Job:
         self.checkpointer = Checkpointer(
             self.output_dir, world, self._job_signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
         )
+        self.checkpointer.published = exports
         self.progress = self._resume_progress()
-        problem = self._not_finite()
-        if problem is not None:
+        if (problem := self._not_finite()) is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
         self.stops = Stops(world, self.states, self.progress, timers)

@@ -21,12 +21,13 @@ from phalanx.distributed.mesh import World
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
 from phalanx.run.checkpoint_folder import named_folder, read_meta
+from phalanx.run.exporting import Trained
 from phalanx.run.kind import Kind, Sets, kind_class, kind_of, kind_of_folder, sampling_parts
 from phalanx.run.rules import check
 from phalanx.run.start import JobComponents
 from phalanx.run.world import check_world
-from phalanx.tools.export import Trained, open_checkpoint
 from phalanx.tools.inputs import given
+from phalanx.tools.opening import open_checkpoint
 from phalanx.types import Prompt
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")

@@ -67,6 +67,16 @@ RULES = (
          lambda c: _validated(c) and c.trainer.save_freq % c.trainer.test_freq,
          " is measured every {c.trainer.test_freq} steps (trainer.test_freq); expected trainer.save_freq, "
          "{c.trainer.save_freq}, to be a multiple, so that each checkpoint has a value"),
+    Rule("trainer.export_each_save trainer.save_freq", RUN,
+         lambda c: c.trainer.export_each_save and c.trainer.save_freq < 1,
+         " exports checkpoints; set trainer.save_freq, or leave it out"),
+    Rule("trainer.export_each_save model.lora_rank", RUN,
+         lambda c: c.trainer.export_each_save and c.model.lora_rank == 0 and c.model.names[""] == "model",
+         " exports LoRAs, and {c.model:lora_rank=} trains all weights, which are as large as the base; export the "
+         "checkpoints that are needed with `phalanx export`"),
+    Rule("trainer.export_each_save model.lora_init", RUN,
+         lambda c: c.trainer.export_each_save and c.model.lora_init == "pissa",
+         " exports LoRAs without loading the base, which {c.model:lora_init=} needs; use `phalanx export`"),
 )  # fmt: skip
 
 _WITHOUT_DATA = {
