@@ -27,7 +27,7 @@ class DataConfig(Section, name="data"):
     train_files: list[str] = arg(
         [],
         "training prompts: files, folders or patterns of .txt, .jsonl, .json, .csv and .parquet, Hugging Face dataset "
-        "folders, or a function that returns rows, path/to/file.py:function",
+        "folders, data sets of the hub (hf://owner/name:split), or a function that returns rows (path/to/file.py:name)",
         path=True,
         single=".*",
     )
