@@ -18,7 +18,7 @@ import torch
 
 from phalanx.config.files import parse_json
 from phalanx.config.inside import read_inside, write_inside
-from phalanx.config.secrets import public
+from phalanx.config.secrets import hide, public
 from phalanx.config.shipped import ROOT, located
 from phalanx.distributed.mesh import World
 
@@ -58,7 +58,8 @@ def _sound(entry: Any) -> bool:
     inputs = entry.get("inputs")
     maps = [entry.get("versions"), entry.get("processor"), *(inputs.values() if isinstance(inputs, dict) else [None])]
     texts = all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in maps)
-    ranks = entry.get("ranks")
+    ranks, command = entry.get("ranks"), entry.get("command", [])  # earlier versions recorded none
+    texts = texts and isinstance(command, list) and all(isinstance(word, str) for word in command)
     return texts and isinstance(ranks, dict) and all(isinstance(value, int) for value in ranks.values())
 
 
@@ -67,6 +68,7 @@ def describe_start(cfg: Any, world: World) -> dict[str, Any]:
     mesh = {"world": world.size, "shard": world.shard_size, "context": world.context_size}
     return {
         "task": shipped_name(Path(sys.argv[0])),
+        "command": list(map(hide, sys.argv[1:])),
         "ranks": mesh,
         "versions": installed_versions(),
         "processor": describe_processor(world.device),

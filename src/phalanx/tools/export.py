@@ -11,6 +11,7 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.run.exporting import Exporter
 from phalanx.run.kind import kind_of
 from phalanx.run.outputs import check_place, place_in_run, writing
+from phalanx.tools.model_card import write_card
 from phalanx.tools.opening import open_checkpoint
 from phalanx.types import JobError
 
@@ -45,7 +46,7 @@ class Export:
         if self.idle:
             return
         with writing(self.output_dir, "output_dir"):
-            self.exporter.write(self.output_dir)
+            self.exporter.write(self.output_dir, self._describe)
         what = "the moving average" if self.trained.weights == "ema" else "the weights"
         print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
         if self.exporter.model.lora_rank == 0:
@@ -54,6 +55,9 @@ class Export:
                 print(f"the folder lacks components, as its base does; load it with {call}", flush=True)
         if self.cfg.push_to_hub is not None:
             print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
+
+    def _describe(self, folder: Path) -> None:
+        write_card(folder, self.exporter, self.cfg.push_to_hub)
 
 
 def make_repository(repo: str) -> None:
