@@ -21,6 +21,7 @@ from tests.distributed.test_checkpoints import contents
 from tests.distributed.test_joint import fit as fit_joint
 from tests.distributed.test_joint import joint_config
 from tests.distributed.test_roles import TWO_AND_TWO, language
+from tests.distributed.test_stops import flow
 from tests.helpers.jobs import fit, rows, tiny_config
 from tests.helpers.lm import tiny_lm_config, tiny_sft_config
 from tests.helpers.ranks import RankError, run_ranks
@@ -96,6 +97,18 @@ def test_a_run_keeps_its_best_over_a_resume_on_other_ranks(
     again = (*keys, f"trainer.resume={tmp_path}/out/best", f"trainer.output_dir={tmp_path}/again")
     run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *again, "trainer.total_training_steps=6"))
     assert next(iter(rows(tmp_path / "again")))["step"] == best + 1
+
+
+def test_a_checkpoint_that_a_signal_caused_has_no_value(sd3_folder: Path, tmp_path: Path) -> None:
+    """Learning rates of a cosine fall, so that the first checkpoint is the best; the signal comes in step 4."""
+    keys = ("trainer.save_freq=2", "trainer.max_checkpoints=1", "trainer.total_training_steps=5", "model.lora_rank=4")
+    cfg = tiny_config(sd3_folder, tmp_path, *keys, "trainer.keep_best=actor/lr", "optim.lr_scheduler=cosine")
+    for end, *_ in run_ranks(flow, 2, cfg, 13):
+        assert end.startswith("stopped by SIGTERM after step 3 of 5; the same command resumes from ")
+    assert kept_steps(tmp_path / "out") == {2, 3}
+    assert named_folder(str(tmp_path / "out" / "best")).name == "step_000002"
+    run_ranks(flow, 2, cfg, 0)
+    assert kept_steps(tmp_path / "out") == {2, 5}
 
 
 def supervise(cfg: Any) -> None:

@@ -229,7 +229,7 @@ class Job:
         self.logger.log(step, row)
         self._count_bad_step()
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
-            self._save_checkpoint(self.progress, judgement(t, row))
+            self._save_checkpoint(self.progress, row)
             if not self.progress.ended:
                 check_metric(t, row, step, self.checkpointer)
         if not last:
@@ -297,7 +297,7 @@ class Job:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, progress: Progress, judged: dict[str, Any] | None = None) -> None:
+    def _save_checkpoint(self, progress: Progress, row: Mapping[str, float] | None = None) -> None:
         in_flight = self.sampling.in_flight(progress.step)
         with self.timers("checkpoint"):
             problem = self._not_finite()
@@ -306,7 +306,7 @@ class Job:
                     f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
                     f"{self._nan_advice}"
                 )
-            self.checkpointer.save(self.tensors(), copy(progress), in_flight, judged)
+            self.checkpointer.save(self.tensors(), copy(progress), in_flight, judgement(self.cfg.trainer, row or {}))
 
     def _not_finite(self) -> str | None:
         """Describe, on all ranks, weights with NaN or infinity; None if all are finite."""
