@@ -22,6 +22,7 @@ from tests.distributed.test_joint import fit as fit_joint
 from tests.distributed.test_joint import joint_config
 from tests.distributed.test_roles import TWO_AND_TWO, language
 from tests.distributed.test_stops import flow
+from tests.distributed.test_sweep import train as sweep
 from tests.helpers.jobs import fit, rows, tiny_config
 from tests.helpers.lm import tiny_lm_config, tiny_sft_config
 from tests.helpers.ranks import RankError, run_ranks
@@ -109,6 +110,21 @@ def test_a_checkpoint_that_a_signal_caused_has_no_value(sd3_folder: Path, tmp_pa
     assert named_folder(str(tmp_path / "out" / "best")).name == "step_000002"
     run_ranks(flow, 2, cfg, 0)
     assert kept_steps(tmp_path / "out") == {2, 5}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_run_of_a_sweep_keeps_and_exports_its_best(ranks: int, sd3_folder: Path, tmp_path: Path) -> None:
+    keys = (*SAVES[:2], *SAVES[3:], "trainer.total_training_steps=3", "trainer.export_each_save=true")
+    best = ("trainer.keep_best=reward/mean", "sweep.optim.lr=[1e-3,4e-3]", "parallel.fsdp_size=1")
+    cfg = tiny_config(sd3_folder, tmp_path, *keys, *best)
+    run_ranks(sweep, ranks, cfg)
+    for name in cfg.runs:
+        folder = tmp_path / "out" / name
+        assert kept_steps(folder) == {best_step(folder, "reward/mean"), 3}
+        assert names(folder / "export") == ["step_000001", "step_000002", "step_000003"]
+        for export in (folder / "export").iterdir():
+            assert (export / "pytorch_lora_weights.safetensors").is_file()
 
 
 def supervise(cfg: Any) -> None:

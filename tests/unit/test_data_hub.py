@@ -18,6 +18,7 @@ from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.run.rules import load_config
 from phalanx.tools.inputs import check_lm
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_vision import picture
 
 KEY = "data.train_files"
@@ -82,6 +83,16 @@ def test_rows_and_validation_sets(words: Path) -> None:
     # beside files of other formats
     Path("more.jsonl").write_text(json.dumps({"prompt": "more"}) + "\n")
     assert len(load_prompts(["more.jsonl", f"hf://openai/words/main:test{COLUMNS}"], KEY)) == 3
+
+
+def loaded(entry: str) -> list[str]:
+    return [row.text for row in load_prompts([entry], KEY)]
+
+
+def test_ranks_that_read_it_at_once(words: Path) -> None:
+    """Nothing is in the cache yet, which one of them fills."""
+    texts = run_ranks(loaded, 3, f"hf://openai/words/main:train{COLUMNS}")
+    assert texts == [["train 0?", "train 1?", "train 2?"]] * 3
 
 
 def test_a_job_checks_it_before_the_ranks_start(words: Path, lm_folder: Path) -> None:
