@@ -98,7 +98,10 @@ def best_checkpoint(root: Path) -> Path | None:
     for folder in sorted(root.glob("step_*"), reverse=True):
         if folder.suffix == ".tmp" or complete(folder) is not None:
             continue
-        judged = dict(read_meta(folder).get(JUDGED) or {})
+        try:
+            judged = dict(read_meta(folder).get(JUDGED) or {})
+        except FileNotFoundError:  # a run that goes on has just deleted it
+            continue
         value = judged.pop("value", None)
         by = judged if by is None else by
         if value is None or judged != by:
