@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from phalanx.config.trust import Use
 from phalanx.distributed.mesh import World
-from phalanx.run.checkpoint import Checkpointer, Progress, complete, find
+from phalanx.run.checkpoint import Checkpointer, Progress
+from phalanx.run.checkpoint_folder import complete, find
 from phalanx.run.checkpoint_reader import Reader
-from phalanx.tools.export import open_checkpoint
+from phalanx.tools.opening import open_checkpoint
 from tests.helpers.jobs import fit, tiny_config
 from tests.helpers.ranks import RankError, run_ranks
 

@@ -165,13 +165,13 @@ def late(folder: Path) -> tuple[list[str], int, float]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("phalanx").addHandler(handler)
-    plain = checkpoint._file_checksum
+    plain = checkpoint.file_checksum
 
     def slow(path: Path) -> int:
         time.sleep(4 * world.rank)
         return plain(path)
 
-    checkpoint._file_checksum = slow
+    checkpoint.file_checksum = slow
     writer = Checkpointer(folder, world, {}, 1, patience_s=1)
     began = time.monotonic()
     writer.save(contents(world, 1.0), Progress(step=1))

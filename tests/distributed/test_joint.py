@@ -17,7 +17,7 @@ from phalanx.config.trust import Use
 from phalanx.run.joint_rl import build
 from phalanx.run.rl import warn_of_k1
 from phalanx.run.rules import load_config
-from phalanx.tools.export import open_checkpoint
+from phalanx.tools.opening import open_checkpoint
 from tests.helpers.checks import refused
 from tests.helpers.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
 from tests.helpers.kinds import check

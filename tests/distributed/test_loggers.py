@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.config.run import RLConfig
-from phalanx.run.checkpoint import read_meta
+from phalanx.run.checkpoint_folder import read_meta
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.toy import build, word_config
 

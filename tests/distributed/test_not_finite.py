@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.run.checkpoint import find
+from phalanx.run.checkpoint_folder import find
 from phalanx.types import JobError
 from tests.helpers.jobs import fit, tiny_config
 from tests.helpers.ranks import RankError, run_ranks

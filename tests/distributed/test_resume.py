@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.run.checkpoint import find
+from phalanx.run.checkpoint_folder import find
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE
 from tests.helpers.jobs import fit, rows, tiny_config

@@ -133,7 +133,8 @@ def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
         torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
         return
     second = "pytorch_lora_weights_2.safetensors"
-    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == ["pytorch_lora_weights.safetensors", second]
+    files = sorted(file.name for file in (tmp_path / "export").iterdir())
+    assert files == ["README.md", "pytorch_lora_weights.safetensors", second]
     pipeline.load_lora_weights(tmp_path / "export")
     pipeline.load_lora_weights(tmp_path / "export", weight_name=second, load_into_transformer_2=True)
     torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)

@@ -160,7 +160,7 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     assert distance(run.images["model"], run.images["ema"]) > 0.01
     # `auto` is the moving average in this run
     folder = export(tmp_path / "export", run.folder, *([] if weights == "ema" else ["weights=model"]))
-    assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "pytorch_lora_weights.safetensors"]
     pipeline = load_pipeline(run.base)
     assert distance(stock_images(pipeline), run.images["start"]) < 1e-4
     pipeline.load_lora_weights(folder)
@@ -214,7 +214,7 @@ def test_whole_folder(name: str, trained: Runs, tmp_path: Path) -> None:
     changed = {
         file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and not same(file, folder, run.base)
     }
-    assert {path.parts[0] for path in changed} == {"transformer"}
+    assert {path.parts[0] for path in changed} == {"README.md", "transformer"}
 
 
 def same(file: Path, folder: Path, other: Path) -> bool:
@@ -345,8 +345,8 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
         f"output_dir: '{tmp_path / 'full'}' exists; give a new folder"
     )
     assert refused() == (
-        "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, or a "
-        "folder step_NNNNNN"
+        "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, "
+        "output_dir/best, for its best by trainer.keep_best, or a folder step_NNNNNN"
     )
     assert refused(f"checkpoint={copy}", "dtype=int8") == (
         "dtype: expected one of float32, bfloat16, float16, got 'int8'"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.run.checkpoint import read_meta
+from phalanx.run.checkpoint_folder import read_meta
 from tests.helpers.jobs import PROMPTS, base_overrides
 from tests.helpers.lm import lm_overrides, sft_overrides
 from tests.helpers.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment

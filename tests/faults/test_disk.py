@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.run.checkpoint import complete, damaged, find
+from phalanx.run.checkpoint_folder import complete, damaged, find
 from tests.faults.jobs import rows, steps
 from tests.helpers.jobs import tiny_config
 from tests.helpers.ranks import run_ranks

@@ -17,6 +17,8 @@ IN_BLOCKS = "rollout.engine='phalanx.rollout.lm.in_blocks:BlockDiffusionRollout'
 PIPELINED = "rollout.schedule=pipelined"
 CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
 SWEEP, LORA = "sweep.optim.lr=[1e-4,3e-4]", "model.lora_rank=4"
+EXPORT = "trainer.export_each_save=true"
+KEEP = "trainer.keep_best=val/a/reward/mean"
 OF_CONTEXT = CONTEXT.replace("=", ": ")
 
 # schema, overrides, and the beginning of the message
@@ -34,6 +36,32 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         FlowRLConfig,
         ("trainer.end_below={reward/mean: 0.1}", "placement={rollout: 0, actor: 1}"),
         "trainer.end_below: ranks with other roles run to the last step",
+    ),
+    (FlowRLConfig, (EXPORT, LORA, "trainer.save_freq=-1"), "trainer.export_each_save: true exports checkpoints; set"),
+    (FlowRLConfig, (EXPORT,), "trainer.export_each_save: true exports LoRAs, and model.lora_rank=0 trains all"),
+    (
+        FlowRLConfig,
+        (EXPORT, LORA, "model.lora_init=pissa"),
+        "trainer.export_each_save: true exports LoRAs without loading the base, which model.lora_init=pissa needs",
+    ),
+    (
+        JointConfig,
+        (EXPORT, "writer.model.lora_rank=4"),
+        "trainer.export_each_save: exports LoRAs, and painter.model.lora_rank=0 trains all weights",
+    ),
+    (FlowRLConfig, ("trainer.keep_best_mode=min",), "trainer.keep_best_mode: min is of trainer.keep_best"),
+    (FlowRLConfig, (KEEP, "trainer.save_freq=-1"), "trainer.keep_best: val/a/reward/mean needs checkpoints"),
+    (FlowRLConfig, (KEEP,), "trainer.keep_best: val/a/reward/mean is measured in validations"),
+    (
+        FlowRLConfig,
+        (KEEP, "trainer.test_freq=50"),
+        "trainer.keep_best: val/a/reward/mean is measured by reward.functions, which is empty",
+    ),
+    (
+        FlowRLConfig,
+        (KEEP, "trainer.test_freq=20", "reward.functions=[{name: ocr}]"),
+        "trainer.keep_best: val/a/reward/mean is measured every 20 steps (trainer.test_freq); expected "
+        "trainer.save_freq, 50, to be a multiple",
     ),
     (LMRLConfig, (SWEEP, LORA, "parallel.expert_parallel=true"), "sweep: its runs share a base, but not experts"),
     (FlowRLConfig, (SWEEP, LORA, CONTEXT), "sweep: its runs share passes, but not the positions of samples"),

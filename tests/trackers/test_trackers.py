@@ -18,7 +18,7 @@ from swanlab.sdk.internal.core_python.store import DataStoreReader
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.media.videos import GIF_FRAMES
-from phalanx.run.checkpoint import read_meta
+from phalanx.run.checkpoint_folder import read_meta
 from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.telemetry.records import Record, Thumbnail
 from tests.helpers.ranks import run_ranks

@@ -11,13 +11,13 @@ from phalanx.config.lm import LMDataConfig, LMTurnRunConfig
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.rewards.base import GivesAnswers
+from phalanx.run.exporting import Trained
 from phalanx.run.rules import load_config
 from phalanx.tools import candidate
 from phalanx.tools.board.evaluation import Wanted, result_of, table
 from phalanx.tools.board.evaluation_files import Records, read_records
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.candidate import read_baseline, read_candidate
-from phalanx.tools.export import Trained
 from phalanx.zoo.rewards.text.dapo import Dapo
 from phalanx.zoo.rewards.text.gsm8k import Gsm8k
 from phalanx.zoo.rewards.text.math import Math

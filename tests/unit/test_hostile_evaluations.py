@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.run.checkpoint import complete
+from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import Reader
+from phalanx.run.outputs import place_in_run
 from phalanx.tools.board.evaluation import Wanted, result_of
 from phalanx.tools.board.evaluation_files import Records, read_records, write_json
 from phalanx.tools.board.evaluation_page import Side, write_page
-from phalanx.tools.outputs import place_in_run
 from phalanx.tools.scored import is_complete, stored_in
 from tests.helpers.hostile import SECRET, digest, fifo, in_child, in_place_of, linked, png, replaced, rows, sparse
 from tests.helpers.pages import EVIL, Page

@@ -27,7 +27,7 @@ class DataConfig(Section, name="data"):
     train_files: list[str] = arg(
         [],
         "training prompts: files, folders or patterns of .txt, .jsonl, .json, .csv and .parquet, Hugging Face dataset "
-        "folders, or a function that returns rows, path/to/file.py:function",
+        "folders, data sets of the hub (hf://owner/name:split), or a function that returns rows (path/to/file.py:name)",
         path=True,
         single=".*",
     )
@@ -235,6 +235,17 @@ class TrainerConfig:
     )
     end_below_from: int = arg(1, "first training step after which trainer.end_below may end the run", ge=1)
     max_checkpoints: int = arg(2, "number of newest checkpoints to keep; older ones are deleted", ge=1)
+    keep_best: Optional[str] = arg(
+        None,
+        "metric whose best checkpoint is kept besides the newest, such as val/held_out/reward/mean; commands find it "
+        "as output_dir/best; null: none",
+    )
+    keep_best_mode: str = arg("max", "which value of trainer.keep_best is the best one", choices=("max", "min"))
+    export_each_save: bool = arg(
+        False,
+        "also write the LoRA of each checkpoint to export/ in output_dir, as `phalanx export` does, for stock peft or "
+        "diffusers",
+    )
     profile_steps: list[int] = arg(
         [],
         "training steps, counted from 1, that are profiled: each rank writes a trace, a table of the most expensive "

@@ -30,6 +30,10 @@ TRUST = (
     "run code that the checkpoint's own config.yaml names (rewards, environments, engines, a model's family), and read "
     "the environment variables to which it refers"
 )
+OF_RUN = (
+    "a run's output_dir, for its newest complete checkpoint, output_dir/best, for its best by trainer.keep_best, or a "
+    "folder step_NNNNNN"
+)
 EXPORT_DTYPES = (*DTYPES, "float16")
 KINDS = ("lm", "flow")
 INSTRUCTIONS = ("hash", "boxed", "line", "answer", "none")
@@ -39,7 +43,7 @@ INSTRUCTIONS = ("hash", "boxed", "line", "answer", "none")
 class ExportConfig:
     """Configuration of tasks/export_checkpoint.py."""
 
-    checkpoint: str = arg("???", "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN")
+    checkpoint: str = arg("???", OF_RUN)
     policy: Optional[str] = arg(None, "for a joint run: policy to export", choices=POLICIES)
     output_dir: Optional[str] = arg(
         None,
@@ -83,9 +87,7 @@ class SampleConfig(Section):
 
     model: SampleModelConfig = field(default_factory=SampleModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: Optional[str] = arg(
-        None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
-    )
+    checkpoint: Optional[str] = arg(None, f"{OF_RUN}; null: the model folder")
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     trust_run: bool = arg(False, TRUST)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
@@ -143,9 +145,7 @@ class GenerateConfig:
     """Configuration of tasks/generate.py. Settings that are null are taken from the run's validation."""
 
     model: GenerateModelConfig = field(default_factory=GenerateModelConfig)
-    checkpoint: Optional[str] = arg(
-        None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
-    )
+    checkpoint: Optional[str] = arg(None, f"{OF_RUN}; null: the model folder")
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     trust_run: bool = arg(False, TRUST)
     prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote a prompt that contains commas")
@@ -205,9 +205,7 @@ class EvaluateConfig:
     reward: dict[str, Any] = arg({}, "reward.functions, reward.model.path and others, as in training")
     environment: dict[str, Any] = arg({}, "environment.path, environment.tools and others, as in training")
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: Optional[str] = arg(
-        None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
-    )
+    checkpoint: Optional[str] = arg(None, f"{OF_RUN}; null: the model folder")
     policy: Optional[str] = arg(None, "for a joint run: policy to evaluate", choices=POLICIES, only=(CHECKPOINT,))
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     trust_run: bool = arg(False, TRUST)

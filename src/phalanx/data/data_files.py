@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from phalanx.config.files import kind, parse_json, read_bytes, reading
 from phalanx.config.messages import cut, reason
+from phalanx.data.hub import SCHEME, load_named, named
 from phalanx.data.parquet import GROWTH, ROW, UNPACKED, check_unpacked, reading_parquet, unpacked
 from phalanx.data.parquet import DataError as DataError
 from phalanx.data.row_functions import made_rows
@@ -30,13 +31,15 @@ from phalanx.media.pictures import Picture, in_memory
 
 FORMATS = (
     "a .txt, .jsonl, .json, .csv or .parquet file, a folder or a pattern of such files, the folder of a Hugging "
-    "Face dataset (folder:split for one split), or a function of yours that returns rows (path/to/file.py:function)"
+    "Face dataset (folder:split for one split), a data set of the hub (hf://owner/name:split), or a function of yours "
+    "that returns rows (path/to/file.py:function)"
 )
 LONGEST = 2**22  # characters of a prompt: a tokenizer would take minutes for longer ones
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # files that are used if an entry is a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the number of a part
-Source = tuple[Path, str | None]  # a file, a dataset's folder and its split, or a file of code and its function
+# a file, a dataset's folder and its split, a file of code and its function, or the current folder and an entry hf://
+Source = tuple[Path, str | None]
 T = TypeVar("T")
 _KINDS = {
     bool: "boolean",
@@ -62,6 +65,9 @@ def _find_sources(file: str, key: str) -> list[Source]:
     """The files of an entry: the file itself, those of a folder or a pattern sorted by name, or a dataset's folder, of
     which `folder:split` selects one split.
     """
+    if file.startswith(SCHEME):
+        named(file, f"{key}: {file}")
+        return [(Path(), file)]
     if not file.strip():  # an empty path would be the current folder
         raise DataError(f"{key}: {file!r} names no file; expected {FORMATS}")
     path = Path(file)
@@ -141,7 +147,8 @@ def read(
         else `image`) have a tuple of Pictures in `images`; other columns of images are left out to save memory.
     """
     shown = (COLUMNS if image_key is None else (image_key,)) if texts else ()
-    _check_regular(path, place)
+    if split is None or not split.startswith(SCHEME):
+        _check_regular(path, place)
     if path.is_dir():
         dataset = load_dataset(path, split, place)
         return _table_rows(dataset, path, place, images, prompt, shown)
@@ -344,9 +351,11 @@ def with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str])
 
 
 def load_dataset(path: Path, split: str | None, place: str) -> Any:
-    """The dataset in a Hugging Face dataset folder, or one split of it."""
+    """The dataset in a Hugging Face dataset folder, or one split of it, or a dataset of the hub."""
     from datasets import DatasetDict, load_from_disk
 
+    if split is not None and split.startswith(SCHEME):
+        return load_named(split, place)
     try:
         dataset = load_from_disk(str(path))
     except FileNotFoundError:

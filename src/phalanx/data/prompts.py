@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.config.files import parse_json
 from phalanx.data.data_files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
+from phalanx.data.hub import SCHEME, set_name
 from phalanx.data.shown import COLUMNS, IMAGE_PARTS, take_held, without_nulls
 from phalanx.data.unusable import UnusableRows
 from phalanx.media.pictures import FORMS, Picture
@@ -34,7 +35,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read all rows of all files, in order, as prompts with the `group_id` 0.
 
-    files: paths of files, of folders or patterns of such files, or of Hugging Face dataset folders.
+    files: paths of files, of folders or patterns of such files, or of Hugging Face dataset folders, or data sets of the
+        hub.
     key: the config key of `files`, for messages.
     images: columns that every row must have. They become Pictures in `meta`, which are read when needed.
     prompt: column of the prompts, in formats with columns.
@@ -92,9 +94,10 @@ def load_prompts(
 def validation_sets(files: list[str], limit: int | None = None, **form: Any) -> dict[str, list[Prompt]]:
     """Read the validation sets in `data.val_files`, each with at most `limit` rows, by name. form: see `load_prompts`.
 
-    A set has the name of its file without suffix; a split of a folder is named `folder_split`, the rows of a function
-    `file_function`. Each file of a pattern is a set, except that the parts of a file make one set. Sets that would have
-    the same name are prefixed with that of their folder. A prompt's `group_id` is its row number.
+    A set has the name of its file without suffix; a split of a folder or of a data set of the hub is named
+    `folder_split`, the rows of a function `file_function`. Each file of a pattern is a set, except that the parts of a
+    file make one set. Sets that would have the same name are prefixed with that of their folder. A prompt's `group_id`
+    is its row number.
     """
     key = "data.val_files"
     entries: list[_Set] = []
@@ -128,6 +131,8 @@ class _Set:
 def _validation_sets(file: str, key: str) -> list[_Set]:
     """The validation sets of an entry."""
     places = locate(file, key)
+    if file.startswith(SCHEME):
+        return [_Set(*set_name(file, f"{key}: {file}"), file, [file])]
     path = Path(file).expanduser()
     if path.exists():
         name = path.stem if path.is_file() else path.resolve().name

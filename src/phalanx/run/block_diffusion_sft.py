@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig, BlockDiffusionTaskConfig
 from phalanx.data.data_files import DataError
-from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images, validation_sets
+from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
@@ -95,7 +95,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     kind.check()
     form = kind.form(answered=cfg.data.response_key is None)
     rows = load_prompts(cfg.data.train_files, "data.train_files", **form)
-    val_sets = validation_sets(cfg.data.val_files, **form)
+    val_sets = kind.read_sets(answered=cfg.data.response_key is None)
     for some in (*val_sets.values(), rows):
         refuse_images(some, "block diffusion reads none")
     world = start_job(cfg)

@@ -12,24 +12,34 @@ import os
 import shutil
 import threading
 import time
-import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, from_first
 from phalanx.distributed.mesh import World
 from phalanx.models.lora import ADAPTER, WEIGHTS
-from phalanx.run.checkpoint_reader import Reader, load_tensors
+from phalanx.run.checkpoint_folder import (
+    IN_FLIGHT,
+    JUDGED,
+    best_checkpoint,
+    complete,
+    damaged,
+    file_checksum,
+    find,
+    named_folder,
+    no_folder,
+    read_meta,
+)
+from phalanx.run.checkpoint_reader import load_tensors
 from phalanx.run.checkpoint_writer import METADATA, Layout, ShareWriter
 from phalanx.training.checkpoint_contents import share
 from phalanx.training.progress import Progress
@@ -37,96 +47,7 @@ from phalanx.training.progress import Progress
 log = logging.getLogger(__name__)
 # signature entries that older checkpoints do not have
 ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "lora_init", "quantization")
-MOST_META = 1 << 26  # bytes of a meta.json
 FULL = 2**20  # a disk with fewer free bytes counts as full
-IN_FLIGHT = "in_flight.safetensors"  # end of the file name, after the rank
-
-
-def complete(folder: Path) -> str | None:
-    """Describe what is wrong with a checkpoint folder, without reading the tensors (see `damaged`); None if nothing."""
-    try:
-        meta = read_meta(folder)
-        for name, (size, _) in meta["files"].items():
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is not a file of this folder")
-            if kind(folder / name) == "folder":
-                return f"{name} is a folder"
-            written = (folder / name).stat().st_size
-            if written != size:
-                return f"{name} has {written} bytes of {size}"
-        Progress(**meta["progress"]).check()
-        if not isinstance(meta["signature"], dict):
-            raise ValueError("a signature of another type")
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except OSError as error:
-        return f"it cannot be read: {error}"
-    except (KeyError, TypeError, ValueError, AttributeError):  # JSON's errors are ValueErrors
-        return "meta.json is damaged, or of another program"
-    return None
-
-
-def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Describe what is wrong with the contents of a complete checkpoint, by their checksums; None if nothing.
-
-    Only every `parts`-th file is read, starting with number `part`, so that ranks can share the work; part 0 checks the
-    list of the tensors, too.
-    """
-    try:
-        if part == 0:  # a second of CPU for 40,000 parts of tensors
-            Reader(folder).read_metadata()
-    except ValueError as error:
-        return str(error)
-    files = sorted(read_meta(folder)["files"].items())
-    for name, (_, checksum) in files[part::parts]:
-        try:
-            value = _file_checksum(folder / name)
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-        if value != checksum:
-            return f"the checksum of {name} differs"
-    return None
-
-
-def _file_checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def find(root: Path, without: Collection[Path] = ()) -> Path | None:
-    """The newest complete checkpoint below `root` that is not in `without`; warns of incomplete ones."""
-    for folder in sorted(root.glob("step_*"), reverse=True):
-        if not folder.is_dir() or folder in without:
-            continue
-        problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
-        if problem is None:
-            return folder
-        log.warning("checkpoint %s is skipped: %s", folder, problem)
-    return None
-
-
-def saved_choice(root: Path, resume: str, key: str) -> Any:
-    """The value of `key` in the signature of the checkpoint that trainer.resume selects; None if there is none.
-
-    For choices made before models are built. Problems with the checkpoint are reported later, by `locate`.
-    """
-    folders = {"auto": sorted(root.glob("step_*"), reverse=True), "never": []}.get(resume, [Path(resume).expanduser()])
-    folder = next((folder for folder in folders if complete(folder) is None), None)
-    return None if folder is None else read_meta(folder)["signature"].get(key)
-
-
-def kept_in_flight(folder: Path) -> list[Tensor]:
-    """The bytes [K] of samples in flight in a checkpoint, one entry per rank that saved some, in the order of ranks."""
-    files = sorted(folder.glob(f"__*_{IN_FLIGHT}"), key=lambda file: int(file.name.split("_")[2]))
-    return [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files]
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Read the meta.json of a checkpoint. Raises OSError if there is none, ValueError or TypeError if it is damaged."""
-    return dict(parse_json(read_bytes(folder / "meta.json", MOST_META).decode()))
 
 
 def _unseen_file(folder: Path, names: Iterable[str]) -> str | None:
@@ -175,6 +96,7 @@ class Checkpointer:
         self._failure: RuntimeError | None = None
         # the step of this run's newest complete checkpoint; valid after `wait`
         self.saved_step = -1
+        self.published: Callable[[Path], None] | None = None  # called on rank 0 for each new checkpoint, in its thread
 
     def locate(self, resume: str) -> Path | None:
         """The checkpoint that trainer.resume selects; ValueError if it cannot be used."""
@@ -204,8 +126,8 @@ class Checkpointer:
             if folder is None:
                 return None
         else:
-            folder = Path(resume).expanduser()
-            problem = complete(folder) if folder.is_dir() else "no such folder"
+            folder = named_folder(resume)
+            problem = complete(folder) if folder.is_dir() else no_folder(folder)
             if problem is not None and any((folder / name).is_file() for name in (ADAPTER, WEIGHTS)):
                 problem = f"it is a LoRA, not a checkpoint; model.lora_path={resume} starts a run from it"
             if problem is not None:
@@ -235,9 +157,15 @@ class Checkpointer:
             raise ValueError(f"trainer.resume: {folder} cannot be loaded: {problem}")
         return Progress(**read_meta(folder)["progress"])
 
-    def save(self, state: dict[str, Any], progress: Progress, in_flight: Tensor | None = None) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        progress: Progress,
+        in_flight: Tensor | None = None,
+        judged: dict[str, Any] | None = None,
+    ) -> None:
         """Copy the state to the CPU and write it in the background, once the previous checkpoint is written. in_flight:
-        bytes [K] of samples of this rank that later steps will train.
+        bytes [K] of samples of this rank that later steps will train. judged: see phalanx.run.keep_best.judgement.
         """
         self.wait()  # two copies at a time might not fit into memory
         final = self.root / f"step_{progress.step:06d}"
@@ -254,6 +182,8 @@ class Checkpointer:
             return
         # asdict and _staged copy, since training goes on and changes the originals before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
+        if judged is not None:
+            meta[JUDGED] = judged
         copied = _staged(share(state, self.world))
         # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
@@ -272,7 +202,7 @@ class Checkpointer:
                 (part / f"__{self.world.rank}_{IN_FLIGHT}").write_bytes(in_flight.numpy().tobytes())
             self._writer.write(part, self.world.rank, copied)
             copied.clear()
-            checksums = {f.name: _file_checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
+            checksums = {f.name: file_checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except Exception as error:  # whatever torch raises, the other ranks wait for this one
             problem, full = _root_cause(error), os.strerror(errno.ENOSPC)
             # on a full disk torch only reports a file that is too short, and other ranks do not get the system's error
@@ -293,6 +223,8 @@ class Checkpointer:
         self._writer.end(done[0])
         if done[0]:
             self.saved_step = meta["progress"]["step"]
+            if self.world.rank == 0 and self.published is not None:
+                self.published(final)
 
     def _publish_or_drop(
         self,
@@ -311,7 +243,7 @@ class Checkpointer:
             problem = problem or _unseen_file(part, checksums)
             if problem is None:
                 self._writer.write_metadata(part, layouts)
-                self._publish_folder(part, final, meta, checksums | {METADATA: _file_checksum(part / METADATA)})
+                self._publish_folder(part, final, meta, checksums | {METADATA: file_checksum(part / METADATA)})
         except Exception as error:  # see _finish_save
             problem = _root_cause(error)
         if problem is not None:
@@ -320,7 +252,7 @@ class Checkpointer:
         return problem is None
 
     def _publish_folder(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
-        """Make a written checkpoint visible, and remove the oldest complete ones."""
+        """Make a written checkpoint visible, and remove the oldest complete ones except the best."""
         meta["files"] = {}
         for name, checksum in checksums.items():
             meta["files"][name] = ((part / name).stat().st_size, checksum)
@@ -330,8 +262,11 @@ class Checkpointer:
             shutil.rmtree(final)
         part.rename(final)
         finished = [f for f in sorted(self.root.glob("step_*")) if f.suffix != ".tmp" and complete(f) is None]
+        best = best_checkpoint(self.root)
+        if best == final:
+            log.info("%s is the best checkpoint: %s is %.4g", final, *itemgetter("metric", "value")(meta[JUDGED]))
         for old in finished[: -self.max_checkpoints]:
-            if old != final:
+            if old not in (final, best):
                 shutil.rmtree(old)
 
     def newest(self) -> Path | None:

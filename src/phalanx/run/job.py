@@ -4,13 +4,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.config.joint import POLICIES
 from phalanx.config.load import save
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import JobConfig
@@ -23,9 +21,11 @@ from phalanx.models.linear import count_weights
 from phalanx.models.lora import in_bfloat16
 from phalanx.models.meeting import pause
 from phalanx.run import folder_lock, in_place
-from phalanx.run.checkpoint import Checkpointer, Progress, kept_in_flight
+from phalanx.run.checkpoint import Checkpointer, Progress
+from phalanx.run.checkpoint_folder import kept_in_flight
 from phalanx.run.early_end import ends_early
-from phalanx.run.provenance import write_provenance
+from phalanx.run.keep_best import check_metric, judgement
+from phalanx.run.provenance import with_whole_path, write_provenance
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
 from phalanx.run.telemetry.run_logger import RunLogger
@@ -58,11 +58,12 @@ class Job:
         total_steps: int,
         *,
         batch: str,
+        exports: Callable[[Path], None] | None,
         beside: Mapping[str, TrainState] | None = None,
     ) -> None:
         """Resume from a checkpoint if there is one, and open the logs; all ranks call this together. batch: description
-        of a step's batch for the log. Raises ValueError for weights that are not finite and for a folder that cannot be
-        written.
+        of a step's batch for the log. exports: of new checkpoints, see phalanx.run.exporting.exports_of. Raises
+        ValueError for weights that are not finite and for a folder that cannot be written.
         """
         self.cfg, self.world, self.sampling, self.timers = cfg, world, sampling, timers
         self.policies, self.beside = dict(policies), dict(beside or {})
@@ -72,9 +73,9 @@ class Job:
         self.checkpointer = Checkpointer(
             self.output_dir, world, self._job_signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
         )
+        self.checkpointer.published = exports
         self.progress = self._resume_progress()
-        problem = self._not_finite()
-        if problem is not None:
+        if (problem := self._not_finite()) is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
         self.stops = Stops(world, self.states, self.progress, timers)
@@ -99,7 +100,7 @@ class Job:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if cfg.trainer.save_freq > 0:
                 self.checkpointer.root.mkdir(exist_ok=True)  # not found out when the first one is written
-            save(_with_whole_path(cfg), self.output_dir / CONFIG_FILE)
+            save(with_whole_path(cfg), self.output_dir / CONFIG_FILE)
             write_provenance(cfg, self.world, self.output_dir, self.progress.step)
             with suppress(OSError):  # a closed terminal
                 print(self.describe(), flush=True)
@@ -206,6 +207,8 @@ class Job:
             row, kept = self.sampling.validate(self.progress.step, None if self.state.ema is None else "ema")
             for name, records in kept.items():
                 self.logger.records(step, name, records)
+        if (self.cfg.trainer.keep_best or "").startswith("val/"):
+            check_metric(self.cfg.trainer, row, step, self.checkpointer)
         return row
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
@@ -221,10 +224,13 @@ class Job:
             last, self.total_steps, self.progress.ended = True, step, True
         self.progress.unfinished = None
         # log before saving: a run that is killed after the checkpoint must find this row
-        self.logger.log(step, row | self.timers.pop())
+        row = row | self.timers.pop()
+        self.logger.log(step, row)
         self._count_bad_step()
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
-            self._save_checkpoint(self.progress)
+            self._save_checkpoint(self.progress, row)
+            if not self.progress.ended:
+                check_metric(t, row, step, self.checkpointer)
         if not last:
             _, stop = agree(None, self.world.watch.stop or (in_place.REGROUP if in_place.waiting() else 0))
             if stop == in_place.REGROUP:
@@ -243,7 +249,7 @@ class Job:
         )
         with suppress(OSError):  # the metrics logger reports it with each row
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            save(_with_whole_path(self.cfg), self.output_dir / CONFIG_FILE)
+            save(with_whole_path(self.cfg), self.output_dir / CONFIG_FILE)
 
     def _count_bad_step(self) -> None:
         """Count consecutive steps all of whose updates were skipped, so that the weights did not change. After
@@ -292,7 +298,7 @@ class Job:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, progress: Progress) -> None:
+    def _save_checkpoint(self, progress: Progress, row: Mapping[str, float] | None = None) -> None:
         in_flight = self.sampling.in_flight(progress.step)
         with self.timers("checkpoint"):
             problem = self._not_finite()
@@ -301,7 +307,7 @@ class Job:
                     f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
                     f"{self._nan_advice}"
                 )
-            self.checkpointer.save(self.tensors(), copy(progress), in_flight)
+            self.checkpointer.save(self.tensors(), copy(progress), in_flight, judgement(self.cfg.trainer, row or {}))
 
     def _not_finite(self) -> str | None:
         """Describe, on all ranks, weights with NaN or infinity; None if all are finite."""
@@ -380,20 +386,10 @@ class Job:
                 log.warning("no step is left to train: all %d are done already", self.total_steps)
             before = folder.parent.parent / CONFIG_FILE  # of the run that wrote the checkpoint, if it is there
             try:
-                settings = changed(before, _with_whole_path(self.cfg)) if before.is_file() else []
+                settings = changed(before, with_whole_path(self.cfg)) if before.is_file() else []
             except ConfigError as error:
                 log.warning("the settings of the earlier run cannot be read: %s", error)
             else:
                 if settings:
                     log.warning("other settings than in %s: %s", before, ", ".join(settings))
         return progress
-
-
-def _with_whole_path(cfg: Any) -> Any:
-    """The configuration with absolute paths of model folders, so that later commands find them from any folder."""
-    if "model" not in vars(cfg):  # a joint run's
-        return replace(cfg, **{name: _with_whole_path(vars(cfg)[name]) for name in POLICIES})
-    folder = Path(cfg.model.path).expanduser()
-    if folder.is_absolute() or not folder.is_dir():
-        return cfg
-    return replace(cfg, model=replace(cfg.model, path=str(folder.absolute())))

@@ -28,6 +28,7 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
+from phalanx.run.exporting import exports_of
 from phalanx.run.job import Job
 from phalanx.run.kind import Kind, PolicyKind, Sets, kind_of
 from phalanx.run.rewriting import Rewriter, as_original
@@ -280,9 +281,9 @@ def build(cfg: JointConfig) -> JointTrainer:
     originals = PromptStream(rows, plans[WRITER].samples // n, cfg.data.seed)
     rewriter = Rewriter(cfg.rewrite, originals, pictures.model, painter.data.max_prompt_length)
     trainer_steps = total_steps(cfg.trainer, originals)
-    states = {}
+    states, learning = {}, {}
     for name in cfg.train:
-        part = parts[name]
+        part, learning[name] = parts[name], kinds[name]
         steps = sum(trains(cfg, name, step) for step in range(trainer_steps))
         with reported_by(vars(part.cfg)):
             part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
@@ -291,7 +292,8 @@ def build(cfg: JointConfig) -> JointTrainer:
     rewards = RewardClient(painter, world, reward_set, images.timers, images.rollout.noun, judged=as_original)
     validator = JointValidator(cfg, world, parts, rewriter, rewards, val_sets, timers)
     batch = f"{plans[WRITER].samples // n} prompts x {cfg.rewrites} of the writer x {m} {images.rollout.noun}"
-    job = Job(cfg, world, states, validator, timers, trainer_steps, batch=batch)
+    exports = exports_of(cfg.trainer, learning)
+    job = Job(cfg, world, states, validator, timers, trainer_steps, batch=batch, exports=exports)
     collectors, updaters = {}, {}
     for name, client, source in ((WRITER, unscored, originals), (PAINTER, rewards, rewriter)):
         part = parts[name]

@@ -26,6 +26,7 @@ from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
 from phalanx.run import batch_plan, rules
 from phalanx.run.disaggregated.role_batches import checked
+from phalanx.run.keep_best import check_sets
 from phalanx.run.roles import Roles
 from phalanx.run.start import JobComponents, build_rewards, fitting_sets
 from phalanx.run.usable_images import usable_images
@@ -120,8 +121,10 @@ class Kind:
         return {"prompt": self.cfg.data.prompt_key, "unusable": self.cfg.data.unusable_rows}
 
     def read_sets(self, *, answered: bool = False) -> Sets:
-        """The held-out prompts; answered: see `form`."""
-        return validation_sets(self.cfg.data.val_files, **self.form(answered=answered))
+        """The held-out prompts; answered: see `form`. Raises ConfigError for a trainer.keep_best of none of them."""
+        sets = validation_sets(self.cfg.data.val_files, **self.form(answered=answered))
+        check_sets(self.cfg.trainer, sets)
+        return sets
 
     def prepare(self, rows: list[Prompt], sets: Sets, entries: Mapping[str, Any] | None = None) -> tuple[Any, Sets]:
         """Check that the model can read these prompts and has the right teachers, and add what belongs to the prompts.

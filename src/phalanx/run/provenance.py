@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 
 from phalanx.config.files import parse_json
 from phalanx.config.inside import read_inside, write_inside
-from phalanx.config.secrets import public
+from phalanx.config.joint import POLICIES
+from phalanx.config.secrets import hide, public
 from phalanx.config.shipped import ROOT, located
 from phalanx.distributed.mesh import World
 
@@ -58,7 +60,8 @@ def _sound(entry: Any) -> bool:
     inputs = entry.get("inputs")
     maps = [entry.get("versions"), entry.get("processor"), *(inputs.values() if isinstance(inputs, dict) else [None])]
     texts = all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in maps)
-    ranks = entry.get("ranks")
+    ranks, command = entry.get("ranks"), entry.get("command", [])  # earlier versions recorded none
+    texts = texts and isinstance(command, list) and all(isinstance(word, str) for word in command)
     return texts and isinstance(ranks, dict) and all(isinstance(value, int) for value in ranks.values())
 
 
@@ -67,6 +70,7 @@ def describe_start(cfg: Any, world: World) -> dict[str, Any]:
     mesh = {"world": world.size, "shard": world.shard_size, "context": world.context_size}
     return {
         "task": shipped_name(Path(sys.argv[0])),
+        "command": list(map(hide, sys.argv[1:])),
         "ranks": mesh,
         "versions": installed_versions(),
         "processor": describe_processor(world.device),
@@ -175,3 +179,13 @@ def _add_file(total: "hashlib._Hash", file: Path) -> None:
         for number in range(BLOCKS):
             content.seek((size - BLOCK) * number // (BLOCKS - 1))
             total.update(content.read(BLOCK))
+
+
+def with_whole_path(cfg: Any) -> Any:
+    """The configuration with absolute paths of model folders, so that later commands find them from any folder."""
+    if "model" not in vars(cfg):  # a joint run's
+        return replace(cfg, **{name: with_whole_path(vars(cfg)[name]) for name in POLICIES})
+    folder = Path(cfg.model.path).expanduser()
+    if folder.is_absolute() or not folder.is_dir():
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(folder.absolute())))

@@ -16,6 +16,7 @@ from phalanx.rewards.client import RewardClient
 from phalanx.run.disaggregated.role_batches import of_role, part_of
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
+from phalanx.run.exporting import exports_of
 from phalanx.run.job import Job
 from phalanx.run.kind import PolicyKind, kind_of, policy_of
 from phalanx.run.link import link_of
@@ -112,12 +113,13 @@ def build_trainer(
     state = train_state(cfg, plan, algorithm, policy, trained)
     updates = "update" if plan.updates == 1 else "updates"
     batch = f"{cfg.data.batch_size(world.data_size)} prompts in {plan.updates} {updates}"
+    exports = exports_of(cfg.trainer, {"": kind_of(cfg)})
     rollout, exact, noun = components.rollout, components.exact, components.noun
     if link is None:
         assert rollout is not None, "each rank samples"
         rewards = RewardClient(cfg, world, components.rewards, timers, noun)
         validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
-        job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=others)
+        job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, exports=exports, beside=others)
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, between=job.stops.check)
         weights = algorithm.behaviour
         if not algorithm.needs_reward and rollout.facts.weights == "none":  # scores of the data would teach nothing
@@ -128,7 +130,7 @@ def build_trainer(
         make, part = SCHEDULES[cfg.rollout.schedule], of_role(plan, cfg, link_of(world).roles, ACTOR)
         held_out = sum(map(len, components.val_sets.values()))
         schedule = make(cfg, part, world, policy, timers, algorithm.behaviour, held_out)
-        job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, beside=others)
+        job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, exports=exports, beside=others)
         scored = INFERENCE in link_of(world).roles.ranks
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, scored_elsewhere=scored)
         collector = RemoteCollector(schedule, rescorer)

@@ -21,7 +21,7 @@ from phalanx.models.linear import preferred
 from phalanx.models.meeting import here, shared
 from phalanx.rewards.runner import RewardSet
 from phalanx.run import folder_lock, in_place
-from phalanx.run.checkpoint import saved_choice
+from phalanx.run.checkpoint_folder import saved_choice
 from phalanx.run.world import start_world, world_of_run
 from phalanx.training.components import Tell, TrainedPolicy
 from phalanx.types import Prompt, Rollout, Teacher

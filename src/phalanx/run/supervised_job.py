@@ -2,7 +2,9 @@
 
 from phalanx.config.run import EmaConfig, RunConfig
 from phalanx.rewards.client import RewardClient
+from phalanx.run.exporting import exports_of
 from phalanx.run.job import Job
+from phalanx.run.kind import kind_of
 from phalanx.run.start import JobComponents
 from phalanx.run.validation import Validator
 from phalanx.telemetry.timers import Timers
@@ -22,5 +24,6 @@ def supervised_trainer(cfg: RunConfig, components: JobComponents, task: Task, em
     rewards = RewardClient(cfg, world, components.rewards, timers, components.noun)
     validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
     batch = f"{cfg.data.batch_size(world.data_size)} prompts"
-    job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch)
+    exports = exports_of(cfg.trainer, {"": kind_of(cfg)})
+    job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, exports=exports)
     return SupervisedTrainer(job, task)

@@ -20,13 +20,14 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
-from phalanx.run.checkpoint import read_meta
+from phalanx.run.checkpoint_folder import named_folder, read_meta
+from phalanx.run.exporting import Trained
 from phalanx.run.kind import Kind, Sets, kind_class, kind_of, kind_of_folder, sampling_parts
 from phalanx.run.rules import check
 from phalanx.run.start import JobComponents
 from phalanx.run.world import check_world
-from phalanx.tools.export import Trained, open_checkpoint
 from phalanx.tools.inputs import given
+from phalanx.tools.opening import open_checkpoint
 from phalanx.types import Prompt
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
@@ -98,7 +99,7 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
 def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
     """The baseline, a checkpoint or a model folder, with the candidate's sampling settings."""
     assert cfg.baseline is not None, "checked by the caller"
-    folder = Path(cfg.baseline).expanduser()
+    folder = named_folder(cfg.baseline)
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or folder.name.startswith("step_")):
         trained = _open(cfg.baseline, cfg, Use(cfg.trust_run, ("model",)))
         model, name = replace(trained.run.model, gradient_checkpointing=False), str(trained.folder)

@@ -21,6 +21,7 @@ from phalanx.exit import Stopped
 from phalanx.rewards.registry import asks_model
 from phalanx.run import folder_lock
 from phalanx.run.kind import Sets
+from phalanx.run.outputs import check_place, place_in_run, refuse_link, writing
 from phalanx.run.start import fitting_sets, start_job
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import stop_world
@@ -38,7 +39,6 @@ from phalanx.tools.board.evaluation_files import (
 )
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.candidate import Candidate, differing, read_baseline, read_candidate, read_sets
-from phalanx.tools.outputs import check_place, place_in_run, refuse_link, writing
 from phalanx.tools.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.types import JobError
 

@@ -33,7 +33,7 @@ from phalanx.exit import Stopped, rank
 from phalanx.garbage import uncollected
 from phalanx.models.flow.folder import model_index
 from phalanx.run import folder_lock
-from phalanx.run.checkpoint import find
+from phalanx.run.checkpoint_folder import find
 from phalanx.run.cli import report_uncaught, start_process
 from phalanx.run.kind import kind_class, kind_of_folder
 from phalanx.run.rules import load_config

@@ -30,12 +30,12 @@ from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn
 from phalanx.run.kind import kind_of
 from phalanx.run.lm_kind import LM, reads_images
+from phalanx.run.outputs import check_place, writing
 from phalanx.run.rules import check, check_model
 from phalanx.run.world import start_world, stop_world
 from phalanx.telemetry.records import CONVERSATION, as_text, storable, summary
-from phalanx.tools.export import open_checkpoint
 from phalanx.tools.inputs import given, model_changes
-from phalanx.tools.outputs import check_place, writing
+from phalanx.tools.opening import check_command, open_checkpoint
 from phalanx.types import Prompt
 from phalanx.zoo.loggers.console import plain
 
@@ -55,7 +55,7 @@ class Generation:
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, use, WRITER)
         run: Any = LMRunConfig()
         if self.trained is not None:
-            self.trained.check_command(LM.command)
+            check_command(self.trained, LM.command)
             run = self.trained.run
         self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key, run.data.image_key)
         self.environments: Environments | None = None

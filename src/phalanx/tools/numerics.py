@@ -33,12 +33,12 @@ from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace
 from phalanx.rewards.client import RewardClient
 from phalanx.run.kind import kind_of
+from phalanx.run.outputs import check_place, writing
 from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from phalanx.run.world import stop_world
 from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.tools.board.numerics_page import numerics_page
-from phalanx.tools.outputs import check_place, writing
 from phalanx.types import JobError, Samples
 
 FILE, PAGE = "numerics.json", "numerics.html"

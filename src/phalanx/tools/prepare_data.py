@@ -13,8 +13,8 @@ from phalanx.config.messages import ConfigError, reason
 from phalanx.config.tasks import PrepareDataConfig
 from phalanx.data.prompts import load_prompts, refuse_images
 from phalanx.exit import rank
+from phalanx.run.outputs import writing
 from phalanx.run.rules import check
-from phalanx.tools.outputs import writing
 from phalanx.types import Prompt
 from phalanx.zoo.environments.reasoning_gym import check_task
 from phalanx.zoo.rewards.text._answers import boxed, marked

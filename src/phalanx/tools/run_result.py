@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.run.checkpoint import find
+from phalanx.run.checkpoint_folder import find
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_run
 from phalanx.telemetry.records import IMAGES, SAMPLES

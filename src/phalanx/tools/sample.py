@@ -39,12 +39,12 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
 from phalanx.run.flow_components import check_references, name_unused_columns
 from phalanx.run.flow_kind import Flow
+from phalanx.run.outputs import check_place, writing
 from phalanx.run.rules import check
 from phalanx.run.world import start_world, stop_world
 from phalanx.telemetry.records import read_index, write_index
-from phalanx.tools.export import open_checkpoint
 from phalanx.tools.inputs import given, model_changes
-from phalanx.tools.outputs import check_place, writing
+from phalanx.tools.opening import check_command, open_checkpoint
 from phalanx.types import Outputs, Prompt
 
 # maximum in grid.mp4, because the encoder is limited to 16384 pixels per side, and all their frames stay in memory
@@ -69,7 +69,7 @@ class Generator:
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, use, PAINTER)
         self.base: Any = FlowRunConfig()
         if self.trained is not None:
-            self.trained.check_command(Flow.command)
+            check_command(self.trained, Flow.command)
             self.base = self.trained.run
         self.model = replace(self.base.model, gradient_checkpointing=False, **model_changes(cfg.model))
         family = family_of(self.model)

@@ -25,11 +25,11 @@ from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.rewards.judge_pool import Answers
 from phalanx.rewards.runner import RewardSet
 from phalanx.run.kind import Sets
+from phalanx.run.outputs import writing
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.telemetry.timers import Timers
 from phalanx.tools.board.evaluation_files import ARGUMENTS, Records, each_record, write_json
 from phalanx.tools.candidate import Candidate, build_parts, differing
-from phalanx.tools.outputs import writing
 from phalanx.types import JobError, Outputs, Prompt
 
 log = logging.getLogger(__name__)

@@ -30,6 +30,11 @@ def _given_twice(name: str, key: str, schema: str) -> Rule:
                 f"{{c.{name}:{key}_per_gpu}}=null")  # fmt: skip
 
 
+def _validated(c: Any) -> bool:
+    """Whether the metric of trainer.keep_best is one of validations."""
+    return c.trainer.keep_best is not None and c.trainer.keep_best.startswith("val/")
+
+
 RULES = (
     _given_twice("actor", "ppo_mini_batch_size", RL),
     Rule("actor.ppo_mini_batch_size_per_gpu data.train_batch_size_per_gpu", RL,
@@ -48,6 +53,30 @@ RULES = (
          lambda c: c.trainer.total_training_steps is not None
          and max(c.trainer.profile_steps, default=0) > c.trainer.total_training_steps,
          " goes beyond trainer.total_training_steps={c.trainer.total_training_steps}; expected steps of the run"),
+    Rule("trainer.keep_best_mode trainer.keep_best", RUN,
+         lambda c: c.trainer.keep_best is None and c.trainer.keep_best_mode != "max",
+         " is of trainer.keep_best, which is not set; name a metric there, or leave it out"),
+    Rule("trainer.keep_best trainer.save_freq", RUN,
+         lambda c: c.trainer.keep_best is not None and c.trainer.save_freq < 1,
+         " needs checkpoints; set trainer.save_freq, or leave it out"),
+    Rule("trainer.keep_best trainer.test_freq", RUN, lambda c: _validated(c) and c.trainer.test_freq < 1,
+         " is measured in validations; set trainer.test_freq"),
+    Rule("trainer.keep_best reward.functions", RUN, lambda c: _validated(c) and not c.reward.functions,
+         " is measured by reward.functions, which is empty; give what is measured, such as [{{name: ocr}}]"),
+    Rule("trainer.keep_best trainer.save_freq trainer.test_freq", RUN,
+         lambda c: _validated(c) and c.trainer.save_freq % c.trainer.test_freq,
+         " is measured every {c.trainer.test_freq} steps (trainer.test_freq); expected trainer.save_freq, "
+         "{c.trainer.save_freq}, to be a multiple, so that each checkpoint has a value"),
+    Rule("trainer.export_each_save trainer.save_freq", RUN,
+         lambda c: c.trainer.export_each_save and c.trainer.save_freq < 1,
+         " exports checkpoints; set trainer.save_freq, or leave it out"),
+    Rule("trainer.export_each_save model.lora_rank", RUN,
+         lambda c: c.trainer.export_each_save and c.model.lora_rank == 0 and c.model.names[""] == "model",
+         " exports LoRAs, and {c.model:lora_rank=} trains all weights, which are as large as the base; export the "
+         "checkpoints that are needed with `phalanx export`"),
+    Rule("trainer.export_each_save model.lora_init", RUN,
+         lambda c: c.trainer.export_each_save and c.model.lora_init == "pissa",
+         " exports LoRAs without loading the base, which {c.model:lora_init=} needs; use `phalanx export`"),
 )  # fmt: skip
 
 _WITHOUT_DATA = {

@@ -35,6 +35,14 @@ def _learns(excluded: Callable[[Any], bool]) -> Callable[[Any], str | None]:
     return broken
 
 
+def _whole(c: Any) -> str | None:
+    """The key of the rank of the first policy all of whose weights are trained."""
+    for part in c.train:
+        if value_of(c, f"{part}.model.lora_rank") == 0:
+            return f"{part}.model.lora_rank"
+    return None
+
+
 # keys of which each excludes the same values, the values, and what follows a key and its value
 _EXCLUDED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("writer.rollout.max_num_gen_batches writer.rollout.max_draws_per_prompt painter.rollout.max_num_gen_batches "
@@ -70,4 +78,8 @@ RULES = (
          lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name in ("diffusion_dpo", "dgpo"),
          " would compare images of different texts with painter.algorithm.name={c.painter.algorithm.name}; set it to "
          "rewrite"),
+    Rule("trainer.export_each_save writer.model.lora_rank painter.model.lora_rank train", JOINT,
+         lambda c: c.trainer.export_each_save and _whole(c),
+         "trainer.export_each_save: exports LoRAs, and {x}=0 trains all weights, which are as large as the base; "
+         "export the checkpoints that are needed with `phalanx export`"),
 )  # fmt: skip

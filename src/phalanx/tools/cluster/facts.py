@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx import __version__
 from phalanx.config.load import flat
 from phalanx.config.tasks import CheckClusterConfig
+from phalanx.data.hub import SCHEME
 from phalanx.distributed.launch_env import Launch
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.pipeline_headers import check_components
@@ -184,7 +185,8 @@ def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:
         yield "model.path", cfg.model.path
     for key, files in (("train_files", cfg.data.train_files), ("val_files", cfg.data.val_files)):
         for i, file in enumerate(files):
-            yield f"data.{key}[{i}]", file
+            if not file.startswith(SCHEME):  # each node would download it
+                yield f"data.{key}[{i}]", file
     for i, function in enumerate(cfg.reward.functions):
         file = (function.path or "").partition(":")[0]
         if file.endswith(".py"):

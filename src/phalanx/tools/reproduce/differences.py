@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.config.load import flat
 from phalanx.config.messages import cut
 from phalanx.exit import show
-from phalanx.run.checkpoint import complete
+from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import tensor_entries
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.curves import read_metrics

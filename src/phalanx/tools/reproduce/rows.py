@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.config.files import parse_json
 from phalanx.config.inside import read_inside, write_inside
 from phalanx.config.shipped import ROOT
-from phalanx.run.checkpoint import complete
+from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import tensor_entries
 from phalanx.run.provenance import PROVENANCE_FILE
 from phalanx.run.telemetry.curves import read_metrics
