@@ -74,6 +74,7 @@ def test_a_later_node_joins_the_survivors(store: dist.Store, monkeypatch: pytest
     first = place(store, 0)
     first.number = 1
     store.set("2/2/0", "1 0")
+    store.add("2/came", 1)
     assert first.waiting()
     assert numbers([(first, set()), (late, None)], monkeypatch) == ["0/2", "1/2"]
 

@@ -10,7 +10,8 @@ step from the memory of the survivors instead of from a checkpoint.
 Keys in the store, below `in_place/`: `came/<node>/<local rank>`, starts of this rank; `current`, the generation that
 trains; `ended`, the exit status of the job; `choice/<name>`, what rank 0 chose first (see phalanx.run.start); and
 for each generation `<number>/<node>/<local rank>` of those that want to join it, `<number>/nodes` that were chosen,
-`<number>/ports/<rank>`, on which a rank listens, and counts of ranks that have come so far.
+`<number>/ports/<rank>`, on which a rank listens, and counts of ranks that have come so far or, as `<number>/left`, that
+want to join after they took part in the generation before.
 """
 
 import contextlib
@@ -101,24 +102,32 @@ class Generation:
         at, begin = self.at(number), time.monotonic()
         # all ranks that a launcher starts together have the same parent
         at.set(self.here, f"{os.getppid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+        at.add("left" if self.node in self.chosen(number - 1) else "came", 1)
+        # one rank of each node looks at all others, the less often the more there are
+        looks, pause_s = self.launch.local_rank == 0, LOOK_S * max(1, self.nodes / 8)
         while not at.check(["nodes"]):
             if self.store.check(["ended"]):  # without this rank
                 end(int(self.store.get("ended")), restart=False)
-            last, ready = self.chosen(number - 1), self.ready(number)
             waited = time.monotonic() - begin
             gone = set() if dead is None else dead()
-            if dead is not None and waited > UNSEEN_S:
-                gone |= {node for node in last if node not in watched}
-            if self.node in gone and self.node not in ready:
-                end(1)  # this node has lost a rank, so its launcher has to start all of them again
-            works = len(ready) * self.launch.local_world_size not in self.impossible
-            if works and self.node in ready and all(node in ready or node in gone for node in last):
-                at.compare_set("nodes", "", json.dumps(ready))
-            elif waited > PATIENCE_S:
-                absent = [node for node in last if node not in ready]
-                raise ConfigError(f"{place()} waited {PATIENCE_S:.0f} s for nodes {absent} to come back")
-            time.sleep(LOOK_S)
+            if looks or self.node in gone:
+                self._choose(number, gone, survives=dead is not None, waited=waited)
+            time.sleep(pause_s)
         return self.node in self.chosen(number)
+
+    def _choose(self, number: int, gone: set[int], *, survives: bool, waited: float) -> None:
+        """Choose the nodes of a generation, if each of the last one is ready or gone."""
+        last, ready = self.chosen(number - 1), self.ready(number)
+        if survives and waited > UNSEEN_S:
+            gone |= {node for node in last if node not in watched}
+        if self.node in gone and self.node not in ready:
+            end(1)  # this node has lost a rank, so its launcher has to start all of them again
+        works = len(ready) * self.launch.local_world_size not in self.impossible
+        if works and self.node in ready and all(node in ready or node in gone for node in last):
+            self.at(number).compare_set("nodes", "", json.dumps(ready))
+        elif waited > PATIENCE_S:
+            absent = [node for node in last if node not in ready]
+            raise ConfigError(f"{place()} waited {PATIENCE_S:.0f} s for nodes {absent} to come back")
 
     def _current(self) -> int:
         return int(self.store.get("current")) if self.store.check(["current"]) else 0
@@ -132,11 +141,11 @@ class Generation:
 
     def arrive(self, where: str, limit_s: float) -> bool:
         """Wait until all ranks of this generation have come so far; False if one is lost on its way."""
-        at, size = self.at(self.number), Launch.from_env().world_size
+        at, after, size = self.at(self.number), self.at(self.number + 1), Launch.from_env().world_size
         at.add(where, 1)
         begin = time.monotonic()
         while at.add(where, 0) < size:
-            if time.monotonic() - begin > limit_s:
+            if time.monotonic() - begin > limit_s or after.add("left", 0):
                 return False
             time.sleep(LOOK_S)
         return True
@@ -155,7 +164,7 @@ class Generation:
 
     def waiting(self) -> bool:
         """Whether a whole node waits to join."""
-        return bool(self.ready(self.number + 1))
+        return self.at(self.number + 1).add("came", 0) > 0 and bool(self.ready(self.number + 1))
 
 
 generation: Generation | None = None  # None: a lost rank ends the job
