@@ -7,6 +7,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_frozen = False
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -20,6 +22,9 @@ def uncollected() -> Iterator[None]:
 
 def collect_again() -> None:
     """Resume garbage collection within `uncollected`; it ignores the libraries' objects, which exist by then."""
+    global _frozen
     if not gc.isenabled():
-        gc.freeze()
+        if not _frozen:  # a process may build several jobs, and what is left of one is no library
+            gc.freeze()
+        _frozen = True
         gc.enable()

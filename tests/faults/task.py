@@ -36,7 +36,8 @@ def build(cfg: Any) -> Callable[[], None]:
     from phalanx.telemetry.timers import Timers
 
     own, seen = exit.rank(), [0]
-    PLAIN.append(Timers.__call__)  # a process may build several jobs, one after another
+    if not PLAIN:  # a process may build several jobs, one after another
+        PLAIN.append(Timers.__call__)
     plain_timers = PLAIN[0]
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
 

@@ -147,3 +147,37 @@ def test_random_losses(kind: str, sd3_folder: Path, lm_folder: Path, tmp_path: P
         assert [node.wait() for node in nodes] == [0, 0], "".join(node.said for node in nodes)
     print(f"{lost}\nseconds from a loss to the next step: {sorted(round(s, 1) for s in times)}")
     assert_same(tmp_path, tmp_path / "whole")
+
+
+def footprint(pid: int) -> tuple[int, int, float]:
+    """A process's threads, open files, and resident memory in MB."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(status["VmRSS"].split()[0]) / 1e3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300 + 60 * KILLS)
+def test_recoveries_leave_nothing_behind(sd3_folder: Path, tmp_path: Path) -> None:
+    """A process that has gone on many times has no more threads, files and memory than after the second time."""
+    settings = (*SETTINGS, "parallel.fsdp_size=1", "trainer.total_training_steps=100000", "trainer.save_freq=-1")
+    found = []
+    with two_nodes(sd3_folder, tmp_path, *settings, ranks=1, MAX_RESTARTS=str(KILLS + 1)) as nodes:
+        first, second = nodes
+        first.until(lambda: steps(tmp_path))
+        (survivor,) = first.ranks()
+        for _ in range(max(KILLS, 3)):
+            # a training step of both nodes, in which there is a rank to kill
+            first.until(lambda: " 2 ranks on cpu: 2 replicas" in f" {first.said.rstrip().splitlines()[-2]}")
+            done = len(steps(tmp_path))
+            first.until(lambda: len(steps(tmp_path)) > done + 1)  # noqa: B023
+            assert first.ranks() == [survivor], first.said
+            found.append(footprint(survivor))
+            told = len(GOING_ON.findall(first.said))
+            kill(second.ranks()[0], signal.SIGKILL)
+            first.until(lambda: len(GOING_ON.findall(first.said)) > told)  # noqa: B023
+            first.until(lambda: GOING_ON.findall(first.said)[-1][1] == "0, 1")
+    print(found)
+    threads, files, memory = found[2]
+    for more_threads, more_files, _ in found[2:]:
+        assert more_threads <= threads + 1 and more_files <= files + 2, found
+    assert (found[-1][2] - memory) / max(len(found) - 3, 1) < 2, found

@@ -40,6 +40,7 @@ class KeptJob(Protocol):
     checkpointer: Any
     sampling: Any
     logger: Any
+    rank_files: Any
 
     @property
     def states(self) -> Mapping[str, KeptState]: ...
@@ -75,6 +76,7 @@ def frozen_of(job: KeptJob) -> list[dict[str, Tensor]]:
 
 def leave(job: KeptJob) -> None:
     """Close what this process will open again; its connections to other ranks are closed."""
+    job.rank_files.close()
     with suppress(OSError, RuntimeError):
         job.checkpointer.wait()
     with suppress(OSError, RuntimeError):

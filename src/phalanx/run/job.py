@@ -145,9 +145,9 @@ class Job:
         else:
             self.world.link.meet()
         self.world.watch.listen()
-        in_place.begin(self)
         try:
-            with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
+            with RankFiles(self.output_dir, self.world, self.timers, self.total_steps) as self.rank_files:
+                in_place.begin(self)
                 self._run_loop(fit, report)
         finally:
             folder_lock.release(self.output_dir)

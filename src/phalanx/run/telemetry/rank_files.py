@@ -98,10 +98,14 @@ class RankFiles:
                 setattr(sys, name, stream)
         self._flush_queue()
         if error is None:  # after an error, its report is still to be printed and copied
-            exit.copy = self._copied_before
-            with self._turn:
-                self._done = True
-                self._turn.notify_all()
+            self.close()
+
+    def close(self) -> None:
+        """End the thread; nothing more is copied."""
+        exit.copy = self._copied_before
+        with self._turn:
+            self._done = True
+            self._turn.notify_all()
 
     # -- called by the training ------------------------------------------------------------------------------------
 
