@@ -84,6 +84,7 @@ def test_a_node_that_is_gone_for_good_costs_no_step(sd3_folder: Path, tmp_path: 
     assert_same(tmp_path, tmp_path / "whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", [signal.SIGTERM, "raise"], ids=["told-to-stop", "an-error"])
 def test_what_ends_a_job_still_ends_it(sd3_folder: Path, tmp_path: Path, what: Any) -> None:
     """A signal to one launcher, and an exception of a rank, which would come again."""
@@ -99,6 +100,17 @@ def test_what_ends_a_job_still_ends_it(sd3_folder: Path, tmp_path: Path, what: A
             assert (a.wait(), b.wait()) == (143, 143), a.said + b.said
             assert re.search(r"^stopped by SIGTERM after step \d+ of 500; the same command resumes from ", a.said, re.M)
         assert not GOING_ON.findall(a.said)
+
+
+def test_a_job_that_loses_node_0_says_so(sd3_folder: Path, tmp_path: Path) -> None:
+    """It keeps the store in which the others would meet."""
+    settings = (*SETTINGS, "parallel.fsdp_size=1", "trainer.total_training_steps=500")
+    with two_nodes(sd3_folder, tmp_path, *settings, ranks=1) as (a, b):
+        a.until(lambda: len(steps(tmp_path)) >= 2)
+        a.kill_all()
+        assert b.wait(60) == 1, b.said
+    assert "error on rank 1: node 0 has left the job, with the store in which ranks meet; start it again" in b.said
+    assert "Traceback" not in b.said
 
 
 @pytest.mark.long

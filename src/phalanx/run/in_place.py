@@ -188,8 +188,18 @@ def enter() -> None:
 
 def survives(error: BaseException, lost: bool) -> bool:
     """Whether this rank goes on after an exception of its job, as a rank of the next generation. lost: the error may be
-    that of a collective whose peer is gone.
+    that of a collective whose peer is gone. Raises ConfigError if node 0 has left, which keeps the store.
     """
+    try:
+        return _goes_on(error, lost)
+    except dist.DistError as failed:
+        raise ConfigError(
+            "node 0 has left the job, with the store in which ranks meet; start it again, and it resumes from the last "
+            "checkpoint"
+        ) from failed
+
+
+def _goes_on(error: BaseException, lost: bool) -> bool:
     global job, offers
     watch = watchdog.current
     if generation is None or not (lost or isinstance(error, Regroup)):
@@ -236,6 +246,7 @@ def begin(each: KeptJob) -> None:
     global job
     if generation is not None:
         job = each
+        offers.clear()
         generation.publish()
         each.world.watch.sever = generation.sever
 
@@ -246,9 +257,7 @@ def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
     """
     if generation is None or not generation.number:
         return None
-    kept = dict(offers)
-    offers.clear()
-    return take(kept, states, world)
+    return take(offers, states, world)
 
 
 def ended(status: int) -> None:

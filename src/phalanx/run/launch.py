@@ -102,7 +102,9 @@ def _run_torchrun(args: Namespace, folder: str) -> None:
         say(f"error: node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job, and {ended}: {cause}")
         sys.exit(stopped[0] if stopped else 1)
     except (DistError, RendezvousError, OSError) as error:
-        say(f"error: {in_words(error)}")
+        address, port, first = _node_0(args)
+        left = f"node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job: "
+        say(f"error: {left if in_place() and not first else ''}{in_words(error)}")
         sys.exit(1)
     if not _node_0(args)[2]:
         say("this node's ranks have ended")
