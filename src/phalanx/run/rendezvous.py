@@ -144,7 +144,7 @@ def connect_store(launch: Launch, limit: timedelta) -> dist.Store:
             port,
             launch.world_size,
             is_master=serves,
-            timeout=timedelta(seconds=CONNECT_S),
+            timeout=min(limit, timedelta(seconds=CONNECT_S)),
             wait_for_workers=False,
             multi_tenant=True,
         )
