@@ -5,8 +5,8 @@
 Two nodes of `ranks` ranks each, on this machine, train a tiny SD3 with a LoRA. In the middle of a step, either a rank
 of node 1 is killed, whose launcher starts it again, or all processes of node 1 are. With IN_PLACE=1 the others go on;
 else all ranks start again (MAX_RESTARTS=3; for a node NNODES=1:2) from the checkpoint of each second step. `bare`:
-ranks that only import torch and count in an all_reduce, under the same torchrun. The kinds take turns. The last line is
-JSON.
+ranks that only import torch and count in an all_reduce, under the same torchrun. The kinds take turns. 200 s stand for
+a job that did not go on. The last line is JSON.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from tests.faults.jobs import Job, kill, steps
 from tests.helpers.ranks import free_port, launch_environment
 from tests.helpers.tiny import tiny_sd3
 
+LIMIT_S = 200.0
 KINDS = ("in place", "restart", "bare")
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 SETTINGS = ("model.lora_rank=4", "trainer.save_freq=2", "trainer.total_training_steps=1000")
@@ -100,8 +101,7 @@ def _until_next(count, nodes: list[Job], lost: str) -> float:  # type: ignore[no
         kill(nodes[1].ranks()[-1], 9)
         time.sleep(0.2)  # a step that was nearly over when the rank was killed is not the next one
         before = count()
-    while count() <= before:
-        assert time.monotonic() - begin < 200, nodes[0].said
+    while count() <= before and time.monotonic() - begin < LIMIT_S:
         time.sleep(0.02)
     return time.monotonic() - begin
 
