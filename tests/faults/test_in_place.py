@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.conftest import Hosts
 from tests.faults.jobs import Job, kill, rows, steps
 from tests.faults.task import PHASES
 from tests.helpers import lm
@@ -158,6 +159,28 @@ def test_random_losses(kind: str, sd3_folder: Path, lm_folder: Path, tmp_path: P
             lost.append(f"{'froze' if freezes else 'killed'} rank {rank} in {phase}")
         assert [node.wait() for node in nodes] == [0, 0], "".join(node.said for node in nodes)
     print(f"{lost}\nseconds from a loss to the next step: {sorted(round(s, 1) for s in times)}")
+    assert_same(tmp_path, tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_cut_wire_costs_no_step(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    """The host that keeps the store goes on alone, and takes the other one in once the wire is mended."""
+    settings = (*SETTINGS, "parallel.fsdp_size=2", "trainer.total_training_steps=60", "parallel.heartbeat_timeout_s=6")
+    run_ranks(fit, 4, tiny_config(sd3_folder, tmp_path / "whole", *settings))
+    env = {"IN_PLACE": "1", "PHASE_S": "0.1", "MAX_RESTARTS": "20"}
+    with (
+        hosts.job(0, sd3_folder, tmp_path, *settings, **env) as a,
+        hosts.job(1, sd3_folder, tmp_path, *settings, **env) as b,
+    ):
+        a.until(lambda: len(steps(tmp_path)) >= 3)
+        hosts.link(up=False)
+        a.until(lambda: GOING_ON.findall(a.said))
+        done = len(steps(tmp_path))
+        a.until(lambda: len(steps(tmp_path)) > done + 2)
+        hosts.link(up=True)
+        a.until(lambda: len(GOING_ON.findall(a.said)) == 2)
+        assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
+        assert [nodes for _, nodes, _ in GOING_ON.findall(a.said)] == ["0", "0, 1"], a.said
     assert_same(tmp_path, tmp_path / "whole")
 
 
