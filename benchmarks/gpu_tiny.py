@@ -31,7 +31,7 @@ FLOORS = {
     "critic/grad_norm": 1e-3,
 }
 RATIO = "actor/first_ratio_error"
-PACKED_RATIO = 1e-5
+ROUNDED_RATIO = 1e-5
 LIMIT_S = 100.0
 
 
@@ -94,8 +94,10 @@ def compared(kind: str, rows: Rows, expected: dict[str, float], where: str = "cp
     if "refused" in here:
         return Line(kind, None, note=here["refused"])
     (key, off), (old_key, old) = difference(here, cpu), difference(cpu, expected)
-    # packed samples are not rescored in the shapes of training
-    exact = here.get(RATIO, 0.0) <= (PACKED_RATIO if any("remove_padding" in key for key in KINDS[kind].keys) else 0)
+    # Packed samples are not rescored in the shapes of training. Experts have few rows, other numbers of them in the rollout,
+    # and MKL rounds by the number of rows where it has no strict mode, as on AMD's processors.
+    rounds = KINDS[kind].make == "tiny_llada2" or any("remove_padding" in key for key in KINDS[kind].keys)
+    exact = here.get(RATIO, 0.0) <= (ROUNDED_RATIO if rounds else 0)
     cuda = f"{off:.0e} from the CPU in {key}, " if here is not cpu else ""
     note = f"{cuda}{old:.0e} from recorded in {old_key}, ratio off by {here.get(RATIO, 0.0):.0e}"
     good = off <= WITHIN and old <= RECORDED_WITHIN and exact
