@@ -51,7 +51,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.mode=$rollout_mode \
     actor_rollout_ref.rollout.n=5 \
     actor_rollout_ref.rollout.agent.num_workers=$((NUM / 2)) \
-    custom_reward_function.path=rewards/answers.py \
+    custom_reward_function.path=pkg://rewards.answers \
     trainer.logger=['console','wandb'] \
     trainer.experiment_name=$(touch executed) \
     trainer.n_gpus_per_node=8 \
@@ -185,6 +185,7 @@ swift rlhf \
     --dataset train.jsonl \
     --max_completion_length 8192 \
     --per_device_train_batch_size 4 \
+    --per_device_eval_batch_size 1 \
     --gradient_accumulation_steps 4 \
     --num_generations 8 \
     --system "$SYSTEM_PROMPT" \
@@ -299,7 +300,7 @@ def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert config.algorithm.importance == "sequence"
     assert (config.rollout.engine, config.rollout.tensor_parallel_size) == ("vllm", 2)
     assert (config.optim.lr, config.optim.weight_decay) == (1e-6, 0.01)  # the second by verl's default
-    assert config.reward.functions[0].path == "rewards/answers.py:compute_score"
+    assert config.reward.functions[0].path == "rewards.answers:compute_score"
     assert (config.trainer.logger, config.trainer.resume) == (["console", "wandb"], "never")
     lines = text.splitlines()
     assert "# data.shuffle=False" in lines
@@ -368,7 +369,9 @@ def test_a_script_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (config.data.max_response_length, config.optim.lr_scheduler) == (256, "linear")  # TRL's defaults
     assert "# warmup_ratio=0.1  # here it is optim.lr_warmup_steps, a number of updates\n" in text
     assert "# nonsense=3  # no equal here\n" in text
-    assert "# reward_funcs=short  # its value is not in the file; here it is reward.functions, a list\n" in text
+    assert (
+        "# reward_funcs=short  # the value of short is not in the file; here it is reward.functions, a list\n" in text
+    )
     assert not (tmp_path / "executed").exists()
 
 
@@ -404,8 +407,10 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
     assert config.data.system_prompt == "You solve problems. # 1 is the first,\n'2' the second."
     assert (config.optim.lr, config.optim.betas) == (1e-5, [0.9, 0.95])  # ms-swift's defaults, the first without a LoRA
     assert config.trainer.logger == ["tensorboard", "swanlab"]
+    assert config.rollout.micro_batch_size_per_gpu is None
     assert "# --reward_funcs gsm8k_accuracy gsm8k_format  # no reward here is its gsm8k_accuracy;" in text
-    config, _ = converted(tmp_path, "sft.sh", "swift sft --model base --dataset train.jsonl --lora_rank 16")
+    config, _ = converted(tmp_path, "sft.sh", "swift sft --model base --dataset team/chats --lora_rank 16 \\")
+    assert config.data.train_files == []  # a data set of another hub
     assert (config.model.lora_rank, config.model.lora_alpha, config.optim.lr) == (16, 32, 1e-4)
 
 

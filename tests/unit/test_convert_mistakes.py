@@ -58,6 +58,7 @@ def test_an_algorithm_without_an_equal_is_a_comment(tmp_path: Path) -> None:
         ("run.sh", "python3 -m verl.trainer a.b=1 c.d=2", "{}: none of its 2 settings is known here"),
         ("run.sh", "swift rlhf --rlhf_type kto --model x", "{}: its method is kto; expected grpo, rloo, "),
         ("run.sh", "verl.trainer data.x='1", "{}: cannot be read: No closing quotation"),
+        ("run.sh", "python3 -m verl.trainer.sft_trainer data.x=1", "{}: verl.trainer.sft_trainer has no equal here; "),
         ("run.yaml", "a: [1", "{}: not valid YAML: "),
         ("run.yaml", "- 1", "{}: the top level must be sections (key: value)"),
         ("run.py", "a = (", "{}: not valid Python: "),

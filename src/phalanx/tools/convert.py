@@ -143,8 +143,14 @@ class _Conversion:
             value = int(value)
         if key in NAMES and not re.fullmatch(r"[\w, '\[\]-]*", str(value)):
             raise Unknown(f"here it is {key}; code of the file is not loaded")
-        if "${" in str(value):
+        if "${" in str(value) or (value is None and kind == "str"):
             raise Unknown(f"here it is {key}")
+        for name in value if key in ("data.train_files", "data.val_files") and value else ():
+            if not re.search(r"^hf://|^[~./]|\.\w+$", str(name)):
+                raise Unknown(f"here it is {key}, in which a data set of a hub is hf://owner/name:split")
+        for entry in value if key == REWARDS else ():
+            if "path" in entry:
+                entry["path"] = entry["path"].removeprefix("pkg://")  # verl's form of a module
         self.settings[key] = value, f"{origin}, their default" if line.text.endswith(DEFAULT) else origin
 
     def _leave(self, line: Line, why: str) -> None:
@@ -201,9 +207,11 @@ def _values(lines: dict[str, Line]) -> dict[str, Any]:
 
 def _computed(value: Any, names: dict[str, Any]) -> Any:
     """A value of settings_of_... or defaults_of_...: of a formula its result. Raises Unknown, also for a reason."""
+    if isinstance(value, str) and value.startswith("="):
+        value = formula(value[1:], names)
     if isinstance(value, str) and value.startswith("!"):
         raise Unknown(value[1:])
-    return formula(value[1:], names) if isinstance(value, str) and value.startswith("=") else value
+    return value
 
 
 def _rewards(value: Any, hint: str) -> list[dict[str, Any]]:

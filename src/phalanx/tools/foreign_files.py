@@ -90,7 +90,7 @@ def read_foreign(name: str, trainer: str | None) -> ForeignFile:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: {'' if isinstance(error, ConfigError) else 'cannot be read: '}{reason}") from None
     text = " ".join([*text.split(), *file.lines])
-    file.trainer = trainer or _recognised(path, text)
+    file.trainer = _recognised(path, text) if trainer is None else trainer
     for match in _METHOD.finditer(text):
         method = match[match.lastindex or 0].lower()
         if method in foreign_keys()["methods"] or not (file.method or match[5]):
@@ -101,6 +101,9 @@ def read_foreign(name: str, trainer: str | None) -> ForeignFile:
 
 def _recognised(path: Path, text: str) -> str:
     """The trainer of a file with these words and keys. Raises ConfigError."""
+    for word in foreign_keys()["not_converted"]:
+        if word in text:
+            raise ConfigError(f"{path}: {word} has no equal here; expected the trainer of reinforcement learning")
     marks: dict[str, list[str]] = foreign_keys()["recognised"]
     for trainer, words in marks.items():
         for word in words:
@@ -205,7 +208,7 @@ def _commands(text: str, computed: list[str]) -> Iterator[list[str]]:
         quoted = before.count("'") % 2 or before.count('"') % 2
         if quoted or before.strip() or not line.strip():
             lines.append(line if quoted else before)
-    text, before = "\n".join(lines).replace("\\\n", " ").replace("2>&1", " "), ""
+    text, before = "\n".join([*lines, ""]).replace("\\\n", " ").replace("2>&1", " "), ""
     while text != before:  # the innermost first
         before, text = text, re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", moved, text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>\n")
@@ -237,7 +240,7 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
                 file.ranks[LAUNCHED[name]] = str(given) if isinstance(given, int) else ""
             if i < start:
                 del options[name]
-        elif options and i > start:
+        elif options and i > start and not _OVERRIDE.fullmatch(word):
             options[next(reversed(options))].append(word)
     return options
 
