@@ -45,6 +45,16 @@ def test_code_that_a_file_names_is_not_loaded(tmp_path: Path, monkeypatch: pytes
     assert not Path("executed").exists()
 
 
+def test_a_setting_that_contradicts_a_default_is_a_comment(tmp_path: Path) -> None:
+    """Both engines would sleep, which is the default of each."""
+    words = "reward.reward_model.model.path=judge actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=x"
+    config, text = convert_text(tmp_path, words)
+    assert (config.reward.model.path, config.rollout.engine) == (None, "vllm")
+    assert (
+        "# reward.reward_model.model.path: judge  # reward.model.sleep: true does not work with rollout.sleep" in text
+    )
+
+
 def test_an_algorithm_without_an_equal_is_a_comment(tmp_path: Path) -> None:
     config, text = convert_text(tmp_path, "algorithm.adv_estimator=remax actor_rollout_ref.model.path=x")
     assert config.algorithm.name == "grpo"

@@ -160,8 +160,8 @@ class _Conversion:
         text = re.sub(r"(?<=[=: ])\S.*", "…", line.text) if SECRET.search(line.text.split("=")[0]) else line.text
         self.left[text] = why
 
-    def load(self) -> None:
-        """Load the settings; those that are refused become comments with the message. Raises ConfigError."""
+    def load(self, name: str) -> None:
+        """Load the settings of the file `name`; those that are refused become comments. Raises ConfigError."""
         while True:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "config.yaml")
@@ -173,12 +173,14 @@ class _Conversion:
                     message = " ".join(str(error).split())
             places = dict[str, int]()
             for key in self.settings:
-                match = re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", message)
-                if match is not None and key != "model.path":
-                    places[key] = match.start()
+                section = rf"{re.escape(key.rpartition('.')[0])}\.\w+"  # a default beside it may be what is refused
+                for rank, words in enumerate((re.escape(key), section)):
+                    match = re.search(rf"(?<![\w.]){words}(?!\w|\.\w)", message)
+                    if match is not None and key != "model.path":
+                        places.setdefault(key, match.start() + rank * len(message))
             if not places:
-                raise ConfigError(message)
-            key = min(places, key=lambda name: places[name])
+                raise ConfigError(f"{name}: {message}")
+            key = min(places, key=lambda each: places[each])
             value, origin = self.settings.pop(key)
             self.left[f"{origin}: {value}"] = message
 
@@ -254,7 +256,7 @@ def convert(name: str, trainer: str | None = None) -> str:
     lacking = [key for key in ("model.path", "data.train_files") if key not in job.settings]
     if "model.path" in lacking:
         job.settings["model.path"] = "MODEL", "to set"
-    job.load()
+    job.load(name)
     if task in ("grpo", "flowgrpo") and REWARDS not in job.settings:
         lacking.append(REWARDS)
     ranks = "".join(f"{key}={value} " for key, value in sorted(file.ranks.items()) if str(value).isdecimal())
