@@ -72,6 +72,7 @@ COMMANDS = {
     "diff": Command("say where two runs differ first: phalanx diff RUN RUN"),
     "rerun": Command("train again what a run's folder describes: phalanx rerun RUN"),
     "verify": Command("train it again and say whether the results are equal: phalanx verify RUN"),
+    "convert": Command("convert a script or configuration of verl, TRL and others: phalanx convert FILE > config.yaml"),
     "configs": Command("list the shipped configurations, or print the one called NAME"),
 }
 
@@ -116,6 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from phalanx.tools.reproduce.differences import main as compare
 
         return compare(words)
+    if given.command == "convert":
+        from phalanx.tools.convert import main as convert
+
+        return convert(words)
     if given.command in ("rerun", "verify"):
         from phalanx.tools.reproduce.rerun import main as repeat
 

@@ -1,6 +1,6 @@
 """Keys of other trainers (verl, VeRL-Omni, flow_grpo, TRL and others) and their names in Phalanx: foreign_keys.yaml."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,38 +49,55 @@ def alias(key: str, known: Collection[str]) -> str | None:
         return "of a joint run, tasks/sample.py takes the painter and tasks/generate.py the writer; leave it out"
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # this job has no critic
-    tables, trainers = foreign_keys(), []
-    renamed = tables["renamed"]
-    if "data.max_response_length" in known:
-        renamed = renamed | tables["of_language_models"]
-    if "environment.path" in known:
-        renamed = renamed | tables["of_environments"]
-        trainers.append("rlinf")
+    words = counterpart(key, known, _trainers(known))
+    if words is None:
+        return None
+    return f"here it is {words}" if words else "here there is nothing to set for it"
+
+
+def _trainers(known: Collection[str]) -> list[str]:
+    """The trainers, by the names of their sections, that have jobs with these keys."""
+    trainers = ["rlinf"] if "environment.path" in known else []
     if "data.rejected_key" in known:
         trainers.append("trl_supervised")
     if "rollout.n" in known:
         trainers.append("trl")
         trainers += ["openrlhf", "ms_swift"] if "data.max_response_length" in known else []
     if "rollout.num_inference_steps" in known:
-        trainers.append("flow_grpo")
+        trainers += ["flow_grpo", "flow_factory"]
     if "block_diffusion.noise_range_low" in known:
         trainers.append("dfactory")
+    return trainers
+
+
+def counterpart(key: str, known: Collection[str], trainers: Iterable[str]) -> str | None:
+    """The name here of a key of verl, VeRL-Omni or one of `trainers`, or words that begin with it; empty if there is
+    nothing to set for it, None if it is unknown.
+
+    known: the keys of this job. trainers: as their sections in foreign_keys.yaml end; the first ones take precedence.
+    """
+    tables = foreign_keys()
+    renamed = tables["renamed"]
+    if "data.max_response_length" in known:
+        renamed = renamed | tables["of_language_models"]
+    if "environment.path" in known:
+        renamed = renamed | tables["of_environments"]
     if key in renamed:
-        return f"here it is {renamed[key]}"
+        return str(renamed[key])
     for trainer in trainers:
         name = tables[f"of_{trainer}"].get(key)
         first = "" if name is None else name.split(" ")[0].rstrip(",;")
         if name is not None and (first in known or "." not in first):
-            return f"here it is {name}"
+            return str(name)
     prefixes = tables["prefixes"]
     head = max((head for head in prefixes if key.startswith(head)), key=len, default=None)
     ours = None if head is None else prefixes[head] + key.removeprefix(head)
     if ours in known:
-        return f"here it is {ours}"
+        return ours
     unset = [*tables["nothing_to_set"]]
     for trainer in trainers:
         unset += tables[f"nothing_to_set_of_{trainer}"]
     for entry in unset:
         if key == entry or (entry[-1] in "._" and key.startswith(entry)):
-            return "here there is nothing to set for it"
+            return ""
     return None

@@ -210,6 +210,11 @@ def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
             yield from rows(element_of(hint), f"{key}[].")
 
 
+def rows_of(schema: type, path: str | None, overrides: list[str]) -> Iterator[Row]:
+    """`rows`, with the keys of the modules that a file and overrides name, such as an algorithm."""
+    return rows(_with_named_sections(schema, _user(schema, path, overrides)))
+
+
 def help_text(
     schema: type, description: str, path: str | None, overrides: list[str], options: tuple[str, ...] = ()
 ) -> str:
@@ -217,7 +222,7 @@ def help_text(
     lines = [description.strip(), "", USAGE, *(f"  {line}" for line in options), ""]
     unused = {f"{f.name}.{key}" for f in fields(schema) if "unused" in f.metadata for key in f.metadata["unused"]}
     section = ""
-    for row in rows(_with_named_sections(schema, _user(schema, path, overrides))):
+    for row in rows_of(schema, path, overrides):
         if row.key in unused:
             continue
         head = row.key.split(".")[0]
