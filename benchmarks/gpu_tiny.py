@@ -94,8 +94,8 @@ def compared(kind: str, rows: Rows, expected: dict[str, float], where: str = "cp
     if "refused" in here:
         return Line(kind, None, note=here["refused"])
     (key, off), (old_key, old) = difference(here, cpu), difference(cpu, expected)
-    # Packed samples are not rescored in the shapes of training. Experts have few rows, other numbers of them in the rollout,
-    # and MKL rounds by the number of rows where it has no strict mode, as on AMD's processors.
+    # Packed samples are not rescored in the shapes of training. Experts have few rows, in the rollout fewer, and MKL
+    # rounds by the number of rows where it has no strict mode, as on AMD's processors.
     rounds = KINDS[kind].make == "tiny_llada2" or any("remove_padding" in key for key in KINDS[kind].keys)
     exact = here.get(RATIO, 0.0) <= (ROUNDED_RATIO if rounds else 0)
     cuda = f"{off:.0e} from the CPU in {key}, " if here is not cpu else ""
