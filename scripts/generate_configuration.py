@@ -115,17 +115,14 @@ def rules_page() -> Iterator[str]:
     """The lines of the page of rules."""
     yield "<!-- Written by scripts/generate_configuration.py -->\n"
     yield "# Rules across keys\n"
-    yield "Some keys need others, exclude them or limit their values. These are the lines with which a job that breaks"
-    yield "a rule ends before it starts. Rules are defined in `phalanx.run.rules`; limits of single keys are in the"
-    yield "[configuration reference](configuration.md).\n"
+    yield "A job that breaks one of these rules ends before it starts, with this line and, often, what to set"
+    yield "instead. They are defined in `phalanx.run.rules`; [the reference](configuration.md) limits single keys.\n"
     yield "## Keys that need a choice\n"
-    yield "A key with a meaning only for some choice exists only with this choice. A file may set it to its default, as"
-    yield "the saved configurations of runs do.\n"
+    yield "A file may set such a key to its default without the choice, as the saved configurations of runs do.\n"
     yield from choice_list()
     yield "## When the configuration is loaded\n"
     yield from rule_list(RULES)
     yield "## Before a job starts\n"
-    yield "These rules ask for keys that a file may leave out, or depend on facts of the algorithm.\n"
     yield from rule_list(START_RULES)
     yield "## When the ranks are known\n"
     yield "The arithmetic of [batches](configuration.md#batch-sizes) and [roles](placement.md) is checked here, too.\n"
@@ -185,17 +182,30 @@ def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]
             yield from needed(hint, f"{prefix}{f.name}.")
 
 
+ADVICE = re.compile(r"(?:set|leave|give|lower) [^;`]*")  # the usual one: it is in the message, and not on the page
+
+
 def rule_list(rules: Iterable[Rule]) -> Iterator[str]:
     """The messages of rules by the jobs that have them, each with the keys that its message does not name."""
-    by_jobs: dict[str, list[Rule]] = {}
+    having: dict[str, list[str]] = {}
     for rule in rules:
-        by_jobs.setdefault(JOBS[rule.schema], []).append(rule)
-    for jobs, some in by_jobs.items():
+        text = said(rule)
+        fact, _, advice = text.rpartition("; ")
+        if (
+            fact
+            and ADVICE.fullmatch(advice)
+            and not set(re.findall(r"\w+\.\w+|\d+", advice)) - set(re.findall(r"\w+\.\w+", fact))
+        ):
+            text = fact
+        others = [f"`{key}`" for key in rule.keys.split() if not re.search(rf"{re.escape(key)}(?![\w.])", text)]
+        text += f" (also {', '.join(others)})" if others else ""
+        having.setdefault(text, []).append(JOBS[rule.schema])
+    by_jobs: dict[str, list[str]] = {}
+    for text, jobs in having.items():
+        by_jobs.setdefault(", ".join(jobs), []).append(text)
+    for jobs, texts in by_jobs.items():
         yield f"In {jobs}:\n"
-        for rule in some:
-            text = said(rule)
-            others = [f"`{key}`" for key in rule.keys.split() if not re.search(rf"{re.escape(key)}(?![\w.])", text)]
-            yield f"- {text}" + (f" (also {', '.join(others)})" if others else "")
+        yield from [f"- {text}" for text in texts]
         yield ""
 
 
