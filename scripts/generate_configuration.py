@@ -167,9 +167,14 @@ def choice_list() -> Iterator[str]:
             for choice in choices:
                 keys.setdefault(choice, [])
                 keys[choice] += [] if key in keys[choice] else [key]
+    by_jobs: dict[str, list[str]] = {}
     for choice, names in keys.items():
-        yield f"- {', '.join(f'`{name}`' for name in names)}: only with {choice.name} ({JOBS[choice.schema]})"
-    yield ""
+        line = f"- {', '.join(f'`{name}`' for name in names)}: {choice.name}"
+        by_jobs.setdefault(JOBS[choice.schema], []).append(line)
+    for jobs, lines in by_jobs.items():
+        yield f"In {jobs}, only with:\n"
+        yield from lines
+        yield ""
 
 
 def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]:
@@ -240,7 +245,7 @@ def reference() -> Iterator[str]:
     common = [row for row in flow if row in texts]
     yield "## Keys of all training jobs\n"
     yield "Jobs of [images and videos](#images-and-videos) and of [texts](#language-models) have further keys."
-    yield "In brackets stand the possible values, in parentheses the default, or the type if the default is null.\n"
+    yield "In brackets stand the possible values, in parentheses the default, or the type if it is null (none: text).\n"
     yield from sections(FlowRLConfig, common)
     yield "## Images and videos\n"
     yield "Further keys of `tasks/train_flowgrpo.py`. `tasks/train_flow_matching.py` has `flow_matching` in place of"
@@ -344,7 +349,7 @@ def keys(shown: Iterable[Row]) -> Iterator[str]:
         elif section and other != section and row.default == first.default:
             same.setdefault((section, f"{other}`"), []).append(f"`{end}`")
         elif section and other != section and len(row.help.split()) > 4:
-            same.setdefault((section, f"{other}`"), []).append(f"`{end}` ({shown_default(row)})")
+            same.setdefault((section, f"{other}`"), []).append(f"`{end}` ({shown_default(row) or 'null'})")
         else:
             yield f"- {described(row)}"
     for (section, other), names in same.items():
@@ -363,15 +368,16 @@ def described(row: Row) -> str:
     names = [name for name in choices.rstrip("]").split(", ") if ":" not in name]
     if not meaning or not all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", meaning) for name in names):
         meaning = text
-    return f"`{row.key}` ({shown_default(row)}): {meaning}"
+    default = shown_default(row)
+    return f"`{row.key}`{f' ({default})' if default else ''}: {meaning}"
 
 
 def shown_default(row: Row) -> str:
-    """The default, or the type of what is null by default, or empty."""
+    """The default, or the type of what is null by default, which is a text if this is empty."""
     default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "").replace("\n", "\\n")
     kind = row.type.removesuffix(" or null")
     if default in ("null", "required"):
-        return kind if default == "null" else f"{kind}, required"
+        return f"{kind}, required" if default == "required" else kind if kind != "str" else ""
     return f"{kind}, `{default}`" if kind != row.type or default in ("[]", "{}") else f"`{default}`"
 
 
