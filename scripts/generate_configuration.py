@@ -85,13 +85,11 @@ def models_page(text: str) -> str:
 
 def models_table() -> Iterator[str]:
     """The table of models, with a row of each family's properties."""
-    yield (
-        "| `model.family` | LoRA, also on 4 bits | all weights | context parallelism | `vllm_omni` | supervised "
-        "| input | samples | export | recipes |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield ("| `model.family` | context parallelism | `vllm_omni` | supervised | input | samples | export | recipes |")
+    yield "|---|---|---|---|---|---|---|---|"
     recipes = {path.stem for path in RECIPES.glob("*.yaml")}
     for name, family in families().items():
+        assert family.lora_targets, f"{name} trains no LoRA, as {MODELS_PAGE.name} says of all"
         prefixes = RECIPES_OF.get(name, ())
         some = sorted(recipe for recipe in recipes if recipe.startswith(prefixes))  # none by no prefix
         recipes -= set(some)
@@ -100,8 +98,6 @@ def models_table() -> Iterator[str]:
             takes = "text"
         cells = (
             f"`{name}`",
-            "yes" if family.lora_targets else "no",
-            "yes",
             "yes" if family.transformer_class._cp_plan else "no",
             "no" if family.omni_pipeline is None else "yes",
             "yes" if family.image_column is None and family.encodes_images else "no",
@@ -119,17 +115,14 @@ def rules_page() -> Iterator[str]:
     """The lines of the page of rules."""
     yield "<!-- Written by scripts/generate_configuration.py -->\n"
     yield "# Rules across keys\n"
-    yield "Some keys need others, exclude them or limit their values. These are the lines with which a job that breaks"
-    yield "a rule ends before it starts. Rules are defined in `phalanx.run.rules`; limits of single keys are in the"
-    yield "[configuration reference](configuration.md).\n"
+    yield "A job that breaks one of these rules ends before it starts, with this line and, often, what to set"
+    yield "instead. They are defined in `phalanx.run.rules`; [the reference](configuration.md) limits single keys.\n"
     yield "## Keys that need a choice\n"
-    yield "A key with a meaning only for some choice exists only with this choice. A file may set it to its default, as"
-    yield "the saved configurations of runs do.\n"
+    yield "A file may set such a key to its default without the choice, as the saved configurations of runs do.\n"
     yield from choice_list()
     yield "## When the configuration is loaded\n"
     yield from rule_list(RULES)
     yield "## Before a job starts\n"
-    yield "These rules ask for keys that a file may leave out, or depend on facts of the algorithm.\n"
     yield from rule_list(START_RULES)
     yield "## When the ranks are known\n"
     yield "The arithmetic of [batches](configuration.md#batch-sizes) and [roles](placement.md) is checked here, too.\n"
@@ -174,9 +167,14 @@ def choice_list() -> Iterator[str]:
             for choice in choices:
                 keys.setdefault(choice, [])
                 keys[choice] += [] if key in keys[choice] else [key]
+    by_jobs: dict[str, list[str]] = {}
     for choice, names in keys.items():
-        yield f"- {', '.join(f'`{name}`' for name in names)}: only with {choice.name} ({JOBS[choice.schema]})"
-    yield ""
+        line = f"- {', '.join(f'`{name}`' for name in names)}: {choice.name}"
+        by_jobs.setdefault(JOBS[choice.schema], []).append(line)
+    for jobs, lines in by_jobs.items():
+        yield f"In {jobs}, only with:\n"
+        yield from lines
+        yield ""
 
 
 def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]:
@@ -189,17 +187,30 @@ def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]
             yield from needed(hint, f"{prefix}{f.name}.")
 
 
+ADVICE = re.compile(r"(?:set|leave|give|lower) [^;`]*")  # the usual one: it is in the message, and not on the page
+
+
 def rule_list(rules: Iterable[Rule]) -> Iterator[str]:
     """The messages of rules by the jobs that have them, each with the keys that its message does not name."""
-    by_jobs: dict[str, list[Rule]] = {}
+    having: dict[str, list[str]] = {}
     for rule in rules:
-        by_jobs.setdefault(JOBS[rule.schema], []).append(rule)
-    for jobs, some in by_jobs.items():
+        text = said(rule)
+        fact, _, advice = text.rpartition("; ")
+        if (
+            fact
+            and ADVICE.fullmatch(advice)
+            and not set(re.findall(r"\w+\.\w+|\d+", advice)) - set(re.findall(r"\w+\.\w+", fact))
+        ):
+            text = fact
+        others = [f"`{key}`" for key in rule.keys.split() if not re.search(rf"{re.escape(key)}(?![\w.])", text)]
+        text += f" (also {', '.join(others)})" if others else ""
+        having.setdefault(text, []).append(JOBS[rule.schema])
+    by_jobs: dict[str, list[str]] = {}
+    for text, jobs in having.items():
+        by_jobs.setdefault(", ".join(jobs), []).append(text)
+    for jobs, texts in by_jobs.items():
         yield f"In {jobs}:\n"
-        for rule in some:
-            text = said(rule)
-            others = [f"`{key}`" for key in rule.keys.split() if not re.search(rf"{re.escape(key)}(?![\w.])", text)]
-            yield f"- {text}" + (f" (also {', '.join(others)})" if others else "")
+        yield from [f"- {text}" for text in texts]
         yield ""
 
 
@@ -229,11 +240,12 @@ def page(text: str) -> str:
 def reference() -> Iterator[str]:
     """The lines below the marker: each key once, where its meaning and default are the same in several tasks."""
     MEANINGS.clear()
+    SENTENCES.clear()
     flow, texts = list(rows(FlowRLConfig)), list(rows(LMRLConfig))
     common = [row for row in flow if row in texts]
     yield "## Keys of all training jobs\n"
-    yield "These keys have the same meaning and default in jobs of [images and videos](#images-and-videos) and of"
-    yield "[texts](#language-models), which have the further keys below.\n"
+    yield "Jobs of [images and videos](#images-and-videos) and of [texts](#language-models) have further keys."
+    yield "In brackets stand the possible values, in parentheses the default, or the type if it is null (none: text).\n"
     yield from sections(FlowRLConfig, common)
     yield "## Images and videos\n"
     yield "Further keys of `tasks/train_flowgrpo.py`. `tasks/train_flow_matching.py` has `flow_matching` in place of"
@@ -253,9 +265,8 @@ def reference() -> Iterator[str]:
     yield "Keys of the section `algorithm`, by the values of `algorithm.name` that have them.\n"
     yield from algorithm_keys()
     yield "## Joint runs\n"
-    yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`; `writer` has sections of"
-    yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`. Further keys of these sections are"
-    yield "as above.\n"
+    yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`. `writer` has the sections of"
+    yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`.\n"
     unused = {f"data.{key}" for key in OF_IMAGES}
     own_rows = (row for row in rows(JointConfig) if row.key.split(".")[0] not in JOINT_SHARED)
     yield from keys(row for row in own_rows if row.key not in unused and row not in stated)
@@ -272,7 +283,10 @@ def reference() -> Iterator[str]:
     for heading, schema in tasks.items():
         yield f"## {heading}\n"
         yield f"{sentence(schema)}\n"
+        if schema in (SampleConfig, GenerateConfig):
+            yield "`or …` is the value without a run.\n"
         yield from task(schema, stated)
+        stated |= {row for row in rows(schema) if "." not in row.key}
 
 
 def sections(schema: type, shown: list[Row]) -> Iterator[str]:
@@ -283,13 +297,14 @@ def sections(schema: type, shown: list[Row]) -> Iterator[str]:
         if not some or f.name == "algorithm":
             continue
         yield f"### {f.name}\n"
-        if is_dataclass(hints[f.name]):
+        if is_dataclass(hints[f.name]) and sentence(hints[f.name]) not in SENTENCES:
+            SENTENCES.add(sentence(hints[f.name]))
             yield f"{sentence(hints[f.name])}\n"
         yield from keys(some)
 
 
 def algorithm_keys() -> Iterator[str]:
-    """All algorithms' keys: a line for each meaning or default of a key."""
+    """All algorithms' keys, by the algorithms that have them."""
     names = known_modules("phalanx.algorithms")
     having: dict[Row, list[str]] = {}
     for name in names:
@@ -297,45 +312,73 @@ def algorithm_keys() -> Iterator[str]:
         for row in rows(config, "algorithm."):
             if row.key != "algorithm.name":
                 having.setdefault(row, []).append(name)
-    for row in sorted(having, key=lambda row: row.key):
-        without = [f"`{name}`" for name in names if name not in having[row]]
-        some = ", ".join(f"`{name}`" for name in having[row])
-        yield f"- {described(row)}. *{some if len(without) > len(names) / 2 else 'All but ' + ', '.join(without)}*"
-    yield ""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row, some in having.items():
+        groups.setdefault(tuple(some), []).append(row)
+    for some in sorted(groups, key=lambda some: (-len(some), some)):
+        without = [f"`{name}`" for name in names if name not in some]
+        few = len(without) <= len(names) / 2
+        yield f"{'All but ' + ', '.join(without) if few else ', '.join(f'`{name}`' for name in some)}:\n"
+        yield from keys(sorted(groups[some], key=lambda row: row.key))
 
 
 def task(schema: type, stated: Iterable[Row]) -> Iterator[str]:
-    """A task's keys, without sections that training jobs have too."""
+    """A task's keys, without sections that training jobs have too, and without those that stand above."""
     hints = get_type_hints(schema)
     shared = {hint for hint in get_type_hints(FlowRunConfig).values() if is_dataclass(hint)}
     skipped = [name for name, hint in hints.items() if hint in shared]
     if schema is CheckClusterConfig:
         skipped += [name for name, hint in hints.items() if is_dataclass(hint) and name not in skipped]
-    yield from keys(row for row in rows(schema) if row.key.split(".")[0] not in skipped and row not in stated)
-    if skipped and schema is not CheckClusterConfig:
-        yield f"As in [training jobs](#keys-of-all-training-jobs): {', '.join(f'`{name}`' for name in skipped)}.\n"
+    shown = [row for row in rows(schema) if row.key.split(".")[0] not in skipped]
+    yield from keys(row for row in shown if row not in stated)
+    if schema is not CheckClusterConfig:
+        skipped += [row.key for row in shown if row in stated]
+        if skipped:
+            yield f"As above: {', '.join(f'`{name}`' for name in skipped)}.\n"
 
 
 def keys(shown: Iterable[Row]) -> Iterator[str]:
+    """A line for each row; one for all rows of a section that have the meaning of the same key of another one."""
+    same: dict[tuple[str, str], list[str]] = {}
     for row in shown:
-        yield f"- {described(row)}"
+        section, _, end = row.key.rpartition(".")
+        first = MEANINGS.setdefault((end, row.help), row)
+        other, _, _ = first.key.rpartition(".")
+        if row.help.endswith("; null: rollout's"):
+            same.setdefault((section, "rollout`, whose values are the defaults"), []).append(f"`{end}`")
+        elif section and other != section and row.default == first.default:
+            same.setdefault((section, f"{other}`"), []).append(f"`{end}`")
+        elif section and other != section and len(row.help.split()) > 4:
+            same.setdefault((section, f"{other}`"), []).append(f"`{end}` ({shown_default(row) or 'null'})")
+        else:
+            yield f"- {described(row)}"
+    for (section, other), names in same.items():
+        yield f"- `{section}`: {', '.join(names)}: as in `{other}"
     yield ""
 
 
-MEANINGS: dict[tuple[str, str], str] = {}  # the key with which a meaning stands on the page, by a key's end and meaning
+MEANINGS: dict[tuple[str, str], Row] = {}  # the row with which a meaning stands on the page, by a key's end and meaning
+SENTENCES: set[str] = set()  # on sections, which stand on the page
 
 
 def described(row: Row) -> str:
+    """A key, its default, its meaning, and the choices that the meaning does not name."""
+    text = row.help.replace(" | ", ", ").replace("<", "&lt;").replace("null: the run's, or", "or")
+    meaning, _, choices = text.rpartition(" [")
+    names = [name for name in choices.rstrip("]").split(", ") if ":" not in name]
+    if not meaning or not all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", meaning) for name in names):
+        meaning = text
+    default = shown_default(row)
+    return f"`{row.key}`{f' ({default})' if default else ''}: {meaning}"
+
+
+def shown_default(row: Row) -> str:
+    """The default, or the type of what is null by default, which is a text if this is empty."""
     default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "").replace("\n", "\\n")
-    default = default if default == "required" else f"`{default}`"
-    meaning = row.help.replace(" | ", ", ").replace("<", "&lt;")
-    first = MEANINGS.setdefault((row.key.rpartition(".")[2], row.help), row.key)
-    if first != row.key and len(meaning.split()) > 4:
-        meaning = f"as `{first}`"
-    kind = f"{row.type.removesuffix(' or null')}, "  # which most defaults show
-    if row.default not in ("null", "required", "[]", "{}") and not row.type.endswith(" or null"):
-        kind = ""
-    return f"`{row.key}` ({kind}{default}): {meaning}"
+    kind = row.type.removesuffix(" or null")
+    if default in ("null", "required"):
+        return f"{kind}, required" if default == "required" else kind if kind != "str" else ""
+    return f"{kind}, `{default}`" if kind != row.type or default in ("[]", "{}") else f"`{default}`"
 
 
 def sentence(schema: type) -> str:

@@ -266,7 +266,7 @@ def test_the_configuration_reference_is_up_to_date() -> None:
     assert module.RULES_PAGE.read_text() == "\n".join(module.rules_page())
     models = module.MODELS_PAGE.read_text()
     assert module.models_page(models) == models, "run: python scripts/generate_configuration.py"
-    assert "| `qwen_image_edit` | yes | yes | yes | no | no | images, text | image |" in models
+    assert "| `qwen_image_edit` | yes | no | no | images, text | image |" in models
     assert text.count("- `optim.lr` (`0.0001`): peak learning rate\n") == 1
 
 
