@@ -241,6 +241,7 @@ def reference() -> Iterator[str]:
     """The lines below the marker: each key once, where its meaning and default are the same in several tasks."""
     MEANINGS.clear()
     SENTENCES.clear()
+    TRAINED.clear()
     flow, texts = list(rows(FlowRLConfig)), list(rows(LMRLConfig))
     common = [row for row in flow if row in texts]
     yield "## Keys of all training jobs\n"
@@ -257,6 +258,7 @@ def reference() -> Iterator[str]:
     yield "Further keys of `tasks/train_grpo.py`.\n"
     yield from sections(LMRLConfig, [row for row in texts if row not in common])
     stated = {*flow, *texts}
+    TRAINED.update(row.key for row in stated)
     for heading, schema in (("Supervised fine-tuning", SFTConfig), ("Preference optimisation", DPOConfig)):
         yield f"## {heading} of language models\n"
         yield f"{sentence(schema)} The keys are those of `tasks/train_grpo.py`, some with other defaults:\n"
@@ -283,8 +285,6 @@ def reference() -> Iterator[str]:
     for heading, schema in tasks.items():
         yield f"## {heading}\n"
         yield f"{sentence(schema)}\n"
-        if schema in (SampleConfig, GenerateConfig):
-            yield "`or …` is the value without a run.\n"
         yield from task(schema, stated)
         stated |= {row for row in rows(schema) if "." not in row.key}
 
@@ -340,7 +340,14 @@ def task(schema: type, stated: Iterable[Row]) -> Iterator[str]:
 def keys(shown: Iterable[Row]) -> Iterator[str]:
     """A line for each row; one for all rows of a section that have the meaning of the same key of another one."""
     same: dict[tuple[str, str], list[str]] = {}
+    of_run: dict[str, list[str]] = {}
     for row in shown:
+        before, null, value = row.help.partition("; null: the run's, or ")
+        trained = [key for key in (row.key, f"rollout.{row.key}", f"data.{row.key}") if key in TRAINED]
+        if null and trained and len(before.split()) > 1:
+            place = trained[0].rpartition(".")[0]
+            of_run.setdefault(place, []).append(f"`{row.key}` ({value.partition(' [')[0]})")
+            continue
         section, _, end = row.key.rpartition(".")
         first = MEANINGS.setdefault((end, row.help), row)
         other, _, _ = first.key.rpartition(".")
@@ -352,6 +359,8 @@ def keys(shown: Iterable[Row]) -> Iterator[str]:
             same.setdefault((section, f"{other}`"), []).append(f"`{end}` ({shown_default(row) or 'null'})")
         else:
             yield f"- {described(row)}"
+    for place, names in of_run.items():
+        yield f"- as `{place}` in training, or without a run as in parentheses: {', '.join(names)}"
     for (section, other), names in same.items():
         yield f"- `{section}`: {', '.join(names)}: as in `{other}"
     yield ""
@@ -359,11 +368,12 @@ def keys(shown: Iterable[Row]) -> Iterator[str]:
 
 MEANINGS: dict[tuple[str, str], Row] = {}  # the row with which a meaning stands on the page, by a key's end and meaning
 SENTENCES: set[str] = set()  # on sections, which stand on the page
+TRAINED: set[str] = set()  # keys of training jobs, which stand on the page
 
 
 def described(row: Row) -> str:
     """A key, its default, its meaning, and the choices that the meaning does not name."""
-    text = row.help.replace(" | ", ", ").replace("<", "&lt;").replace("null: the run's, or", "or")
+    text = row.help.replace(" | ", ", ").replace("<", "&lt;")
     meaning, _, choices = text.rpartition(" [")
     names = [name for name in choices.rstrip("]").split(", ") if ":" not in name]
     if not meaning or not all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", meaning) for name in names):
