@@ -136,6 +136,8 @@ class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
 
     def recompute(self, count: int) -> None:
         """Have the first `count` blocks recomputed in backward passes."""
+        for block in self.blocks:
+            vars(block).pop("recomputed", None)
         self.model.transformer.enable_gradient_checkpointing(recompute(self.blocks[:count]))
         self.trained.recomputed = count / len(self.blocks)
 
