@@ -87,6 +87,14 @@ def assert_so_many_fit_and_one_less_does_not(model: Make) -> None:
     assert flops == chosen.flops
 
 
+def test_blocks_that_are_not_recomputed_any_more(stable_diffusion: Make) -> None:
+    """A plan tries several numbers of blocks in one process."""
+    job = planned(stable_diffusion(), Cluster(1, 4))
+    job.policy.recompute(len(job.policy.blocks))
+    job.policy.recompute(1)
+    assert ["recomputed" in vars(block) for block in job.policy.blocks] == [True] + [False] * 7
+
+
 def test_none_need_be(sd3_folder: Path, tmp_path: Path) -> None:
     said = r"  fits too: model\.gradient_checkpointing=false; backward passes then repeat 0 instead of \d+ %"
     plan = {"nproc": "1", "gpu_memory_gb": "80"}
