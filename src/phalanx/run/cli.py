@@ -197,7 +197,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
 
 def _run_in_place(build: Callable[[T], Callable[[], None]], config: T) -> None:
     """Build and run a job, again after each loss of other ranks."""
-    from phalanx.run.in_place import ended, enter, survives
+    from phalanx.run.in_place import drop_groups, ended, enter, survives
     from phalanx.types import JobError
 
     done = False
@@ -214,6 +214,7 @@ def _run_in_place(build: Callable[[T], Callable[[], None]], config: T) -> None:
                 if not survives(error, _from_a_collective(error)):
                     raise
             gc.collect()  # the job that has ended, whose frames the exception held
+            drop_groups()
         ended(0)
     except ConfigError as error:
         _report_mistake(error, status=1)

@@ -18,12 +18,14 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from phalanx.config.messages import ConfigError
 from phalanx.distributed.fsdp import KEPT
@@ -168,6 +170,7 @@ class Generation:
 
 
 generation: Generation | None = None  # None: a lost rank ends the job
+lost_groups: list[dist.ProcessGroup] = []  # see drop_groups
 watched: list[int] = []  # the nodes of the generation to which the watch belongs
 job: KeptJob | None = None  # that trains now
 offers: Offers = {}  # what the last generation's job could offer
@@ -221,6 +224,7 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
         return set() if watch is None else {watched[rank // local] for rank in watch.silent()}
 
     if dist.is_initialized():
+        lost_groups.extend(distributed_c10d._world.pg_map)
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
     generation.register(dead)
@@ -229,6 +233,15 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
         step = max(offers, default=None)
         say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}; the last step is {step}")
     return True
+
+
+def drop_groups() -> None:
+    """Destroy the process groups of the world that was lost, once nothing else refers to them. It is done by a thread,
+    since gloo waits there for the connections to a rank that is gone, if they were never made.
+    """
+    groups = list(lost_groups)
+    lost_groups.clear()
+    threading.Thread(target=groups.clear, name="lost groups", daemon=True).start()
 
 
 def watching(before: watchdog.Watch | None) -> None:
