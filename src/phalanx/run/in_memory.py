@@ -97,7 +97,7 @@ def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progr
     source = first + world.rank % width
     progress, kept = offers[step] if world.rank == source else (None, [])
     parts = _parts(list(states.values()), before=False)
-    for part, value in zip(parts, kept, strict=False):
+    for part, value in zip(parts, kept, strict=True) if kept else ():
         part.copy_(value)
     group = world.mesh.get_group("replicate")
     for part in parts:

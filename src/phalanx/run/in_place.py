@@ -16,7 +16,6 @@ want to join after they took part in the generation before.
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -38,7 +37,6 @@ from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, sever
 from phalanx.training.progress import Progress
 
-log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
 UNSEEN_S = 60.0  # for the ranks of a generation that was lost before they could watch each other
 ARRIVAL_S = 10.0  # for the ranks that were chosen to read that
