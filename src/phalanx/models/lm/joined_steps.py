@@ -42,7 +42,8 @@ def _forward(seat: Seat, trained: TrainedModel, **given: Any) -> Any:
     lora_off = next(
         (part._disable_adapters for part in trained.module.modules() if isinstance(part, FusedLinear)), True
     )
-    return seat.ask(("decode", given["input_ids"].shape[1], lora_off), (trained, given), _together)
+    key = "decode", given["input_ids"].shape[1], lora_off, given["logits_to_keep"]
+    return seat.ask(key, (trained, given), _together)
 
 
 def _together(steps: Sequence[Step]) -> list[Any]:

@@ -99,7 +99,7 @@ class BlockSession(PolicySession):
             masked = (state == decoding.mask_id) & drawing
             if not masked.any():
                 break
-            logits = self._forward(input_ids=state, **given).logits
+            logits = self._forward(input_ids=state, **given, logits_to_keep=0).logits
             token, probability, confidence = drawn_tokens(logits, masked, numbers[min(k, decoding.draws - 1)], decoding)
             del logits  # free the memory before the next step's logits
             self._finite &= probability.isfinite().all()

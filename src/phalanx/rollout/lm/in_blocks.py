@@ -14,6 +14,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.aggregation import Mean
 from phalanx.functional.block_states import BlockTrace
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
+from phalanx.models.lm.joined_steps import decoding_forward
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.denoise_blocks import BlockSession, Denoising
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
@@ -56,8 +57,8 @@ class BlockDiffusionRollout(LMRollout):
     @cached_property
     def session(self) -> Session:
         """See LMRollout."""
-        module, settings = self.policy.trained.module, self.policy.settings
-        return BlockSession(module, settings, self.world.device, self.micro_batch_size)
+        forward, settings = decoding_forward(self.policy.trained), self.policy.settings
+        return BlockSession(forward, settings, self.world.device, self.micro_batch_size)
 
     def request(
         self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, tokens: Sequence[int] = (), **options: Any
