@@ -133,12 +133,13 @@ class Samples:
 @dataclass(frozen=True)
 class Collected:
     """Samples of this rank, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for samples
-    to skip), and metrics, equal on all ranks.
+    to skip), and metrics, equal on all ranks. `pending`: what KeepsSamples.in_flight returned after these samples.
     """
 
     samples: Samples
     reward: Tensor
     row: dict[str, float]
+    pending: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,9 @@ class KeepsSamples(Protocol):
         """Called once, before the first training step after a start or resume; `kept` is what the checkpoint contains
         of `in_flight`.
         """
+
+    def of_version(self, version: int) -> None:
+        """The next samples are of weights that were trained for `version` steps, not for as many as `step` says."""
 
     def in_flight(self, step: int) -> Tensor | None:
         """The serialized samples, [K] uint8, that are pending after `step` training steps; None for none."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.rl import build
 from phalanx.types import Samples
 from tests.helpers.jobs import rows
 from tests.helpers.lm import fit, tiny_lm_config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.roles import learned, run_roles
 
 STEPS = 5
 KEYS = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.correction=token_tis")
@@ -28,7 +31,6 @@ def job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 
 def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
     """This rank's samples in each step of a run as they were sampled, with the policy's log-probs at that time."""
-    from phalanx.run.rl import build
     from phalanx.training.loop import train
 
     trainer, found = build(cfg), list[dict[str, Any]]()
@@ -140,3 +142,53 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     usual = ("data.max_response_length=24", "trainer.total_training_steps=3")
     [messages] = run_ranks(warnings, 1, tiny_lm_config(lm_folder, tmp_path / "usual", *usual))
     assert "the checkpoint's samples in flight are dropped: in this run each step draws its own samples" in messages
+
+
+APART = ("placement={rollout: 0-1, actor: 2-3}", "parallel.fsdp_size=1")
+
+
+@pytest.mark.full
+def test_ranks_that_only_sample_keep_the_unfinished_responses(lm_folder: Path, tmp_path: Path) -> None:
+    """The actor has them in its checkpoint, so that a resumed run is the run; with other ranks too."""
+    keys = ("trainer.save_freq=1", "trainer.max_checkpoints=9")
+    whole = run_roles(build, 4, job(lm_folder, tmp_path / "apart", *APART, *keys))
+    together = run_roles(build, 2, job(lm_folder, tmp_path / "together", "parallel.fsdp_size=1", *keys))
+    assert learned(tmp_path / "apart") == learned(tmp_path / "together")
+    assert all(torch.equal(value, together[name]) for name, value in whole.items())
+    assert_resumes(whole, tmp_path, partial(run_roles, build, 4), job(lm_folder, tmp_path / "parts", *APART, *keys))
+    alone = job(lm_folder, tmp_path / "alone", "parallel.fsdp_size=1", *keys)
+    assert_resumes(whole, tmp_path, partial(run_roles, build, 2), alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("in_flight", ["finish", "drop"])
+def test_unfinished_responses_of_a_step_that_is_sampled_ahead(lm_folder: Path, tmp_path: Path, in_flight: str) -> None:
+    """Their tokens are of the weights that sampled them, no older than the limit; a resumed run is the run."""
+    keys = (*APART, "rollout.schedule=one_step_off", f"rollout.in_flight={in_flight}", "rollout.max_staleness=3")
+    keys = (*keys, "trainer.save_freq=1", "trainer.max_checkpoints=9", "optim.lr=1e-2")
+    whole = run_roles(build, 4, job(lm_folder, tmp_path / "apart", *keys))
+    ages = [row["rollout/staleness_max"] for row in rows(tmp_path / "apart" / "out")]
+    assert ages[0] == 0 and max(ages) > 1 and max(ages) <= 3
+    resumed = job(lm_folder, tmp_path / "parts", *keys)
+    if in_flight == "finish":
+        assert_resumes(whole, tmp_path, partial(run_roles, build, 4), resumed)
+    else:  # the groups that waited are those of the whole run
+        copied(tmp_path, resumed, step=1)
+        run_roles(build, 4, resumed)
+        later, usual = learned(tmp_path / "parts")[0], learned(tmp_path / "apart")[1]
+        assert later["response/length_mean"] == usual["response/length_mean"]
+        assert rows(tmp_path / "parts" / "out")[0]["rollout/staleness_max"] == ages[1] == 1
+
+
+def copied(folder: Path, cfg: LMRLConfig, step: int = 2) -> None:
+    """Let a run resume after a step of the run in `apart`."""
+    kept = folder / "apart" / "out" / "checkpoints" / f"step_{step:06d}"
+    shutil.copytree(kept, Path(cfg.trainer.output_dir) / "checkpoints" / kept.name)
+
+
+def assert_resumes(whole: dict[str, Tensor], folder: Path, run: Any, cfg: LMRLConfig) -> None:
+    """A run that resumes after the second step of the run in `apart` has its rows and its weights."""
+    copied(folder, cfg)
+    weights = run(cfg)
+    assert learned(Path(cfg.trainer.output_dir).parent) == learned(folder / "apart")[2:]
+    assert all(torch.equal(value, weights[name]) for name, value in whole.items())

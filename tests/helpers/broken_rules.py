@@ -239,6 +239,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("rollout.partial_rollout=true", "environment.tools=[calculator]"),
         "rollout.partial_rollout: true does not work with an environment",
     ),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", PIPELINED),
+        "rollout.partial_rollout: true does not wait for the longest responses of a step",
+    ),
     (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),
     (LMRLConfig, ("rollout.schedule=one_step_off", "rollout.max_staleness=0"), "rollout.schedule: one_step_off trains"),
     (LMRLConfig, (PIPELINED, "actor.ppo_epochs=2"), "rollout.schedule: pipelined trains on each sample once"),

@@ -106,6 +106,20 @@ class Link:
             self._wait_sent()
         return received
 
+    def announce(self, step: int = 0, data: Tensor | None = None) -> tuple[int, list[Tensor]]:
+        """Broadcast from the actor's first rank, before the first order: the training step at which the job begins, and
+        what a checkpoint has of samples that the rollout keeps, bytes [K] uint8. Returns both on all ranks.
+        """
+        data = torch.empty(0, dtype=torch.uint8) if data is None else data
+        box = torch.tensor([step, len(data)])
+        _broadcast_tensor(self._control, box, self.lead).wait()
+        step, size = box.tolist()
+        if size == 0:
+            return step, []
+        data = data if self.rank == self.lead else torch.empty(size, dtype=torch.uint8)
+        _broadcast_tensor(self._control, data, self.lead).wait()
+        return step, [data]
+
     # -- weights ----------------------------------------------------------------------------------
 
     def compare(self, shapes: Shapes) -> None:

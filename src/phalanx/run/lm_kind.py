@@ -76,13 +76,14 @@ class LM(PolicyKind):
         algorithm = self.build_algorithm()
         result = batch_plan.plan(cfg, algorithm, ranks, micro=None if budget is None else 1)
         packed, adjacent = _packing(cfg, result, algorithm)
-        prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness
+        prompts, ahead = result.samples // cfg.rollout.n, cfg.rollout.schedule == "one_step_off"
+        age = max(cfg.rollout.max_staleness - ahead, 0)  # of responses when their step is drawn
         drawn = drawn_at_once(cfg.rollout, prompts)
         if not prompts <= drawn <= prompts * (age + 1):
             raise ConfigError(
                 f"{cfg.rollout:partial_rollout}.over_sampling_batch_size: {drawn} should be {prompts} to "
-                f"{prompts * (age + 1)}: the {prompts} prompts of a training step, and those that may wait for "
-                f"{cfg.rollout:max_staleness}={age} steps"
+                f"{prompts * (age + 1)}: the {prompts} prompts of a training step, and those that may wait for {age} "
+                f"steps ({cfg.rollout:max_staleness}{', less the step that is sampled ahead' if ahead else ''})"
             )
         # the number decoded together does not affect log-probs: these are computed in passes of the training's shape
         decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // ranks)
@@ -170,8 +171,9 @@ class LM(PolicyKind):
 
     def train_rollout(self, policy: LMPolicy, plan: BatchPlan, algorithm: Algorithm, *, learns: bool = True) -> Rollout:
         config, world, split = self.cfg.rollout, policy.world, self.cfg.rollout.partial_rollout
-        decoded = plan.rollout_micro if split else config.micro_batch_size_per_gpu
-        decoded = decoded or part_of(plan, self.cfg, world).per_rank
+        prompts = plan.samples // config.n
+        drawn = -(-drawn_at_once(config, prompts) * config.n // world.data_size)
+        decoded = config.micro_batch_size_per_gpu or (drawn if split else part_of(plan, self.cfg, world).per_rank)
         passes = scoring(plan, algorithm, config) if learns else None
         rollout: Any = build_rollout(self.cfg, policy, world, decoded, passes, self.environments)
         if split is None:
@@ -181,7 +183,7 @@ class LM(PolicyKind):
                 f"{config:engine}: {config.engine} draws whole responses; expected one with a `session`, which draws "
                 f"tokens, or leave {config:partial_rollout} out"
             )
-        return PartialRollout(rollout, plan.samples // config.n)
+        return PartialRollout(rollout, prompts)
 
     def val_rollout(self, policy: LMPolicy) -> Rollout:
         config = self.cfg.rollout

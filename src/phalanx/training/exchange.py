@@ -30,6 +30,8 @@ def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tens
     at = torch.arange(len(samples.index))[rows]
     device = samples.log_prob.device
     tensors: dict[str, Tensor] = {"reward": collected.reward}
+    if collected.pending is not None:
+        tensors["pending"] = collected.pending
     for name in _TENSORS:
         value = vars(samples)[name]
         if value is not None:
@@ -84,7 +86,7 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
             inner = [key for key in tensors if key.startswith(f"trace/{name}/")]
             values[name] = {key.removeprefix(f"trace/{name}/"): tensors.pop(key).to(device) for key in inner}
     known = {prompt["group_id"]: Prompt(**prompt) for prompt in plain_values["prompts"]}
-    reward = tensors.pop("reward")
+    reward, pending = tensors.pop("reward"), tensors.pop("pending", None)
     for name in ("log_prob", "mask", "weight", "action_reward"):
         if name in tensors:
             tensors[name] = tensors[name].to(device)
@@ -99,7 +101,7 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
     row = plain_values["row"]
     for name, count in plain_values["counts"].items():
         row[name] = Mean(row[name], count)
-    return Collected(samples, reward, row), plain_values["stop"]
+    return Collected(samples, reward, row, pending), plain_values["stop"]
 
 
 def _told(prompt: Prompt, told: list[int] | str) -> Prompt:

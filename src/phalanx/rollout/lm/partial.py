@@ -35,7 +35,7 @@ _OF_TOKENS = {"tokens": torch.int32, "log_probs": torch.float32, "versions": tor
 @dataclass(eq=False)
 class _Response:
     """The tokens of a response so far, their log-probabilities under the weights that drew them, the training steps in
-    which they were drawn, and with block diffusion the denoising steps that unmasked them.
+    which these were trained, and with block diffusion the denoising steps that unmasked them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Response:
 
 @dataclass(eq=False)
 class _Group:
-    """The responses to prompt number `number` of the run, whose first tokens are drawn in step `begun`."""
+    """The responses to prompt number `number` of the run, whose first tokens are of the weights after `begun` steps."""
 
     number: int
     begun: int
@@ -96,6 +96,7 @@ class PartialRollout:
         self._next = 0  # the number of the first group that has not begun
         self._step = 0  # number of training steps that have their samples
         self._saved: dict[str, Tensor] = {}  # a checkpoint's groups, until the prompts are available
+        self._version: int | None = None  # see of_version
         self._waiting: tuple[int, dict[str, Tensor]] = -1, {}  # on the first rank: the last step begun, and what waited
         self._row: dict[str, float] = {}
         self._given: list[Prompt] = []  # the prompts of the last step
@@ -108,11 +109,19 @@ class PartialRollout:
         self._step, self._next = step, step * self._prompts
         for data in kept:
             tensors = safetensors.torch.load(data.numpy().tobytes())
-            if _MARK in tensors:
-                if tensors[_MARK].tolist() == self._shape(step):
-                    self._saved = tensors
-                elif self.world.rank == 0:
-                    log.warning("dropped the checkpoint's unfinished responses: they are of another step or batch size")
+            if _MARK in tensors and tensors[_MARK].tolist() == self._shape(step):
+                self._saved = tensors
+            elif self.world.rank == 0:
+                log.warning(
+                    "dropped the checkpoint's unfinished responses: they are of another step, batch size or schedule"
+                )
+
+    def of_version(self, version: int) -> None:
+        """See phalanx.types.KeepsSamples."""
+        self._version = version
+
+    def _version_at(self, step: int) -> int:
+        return step if self._version is None else self._version
 
     def in_flight(self, step: int) -> Tensor | None:
         """Bytes [K] uint8 of the groups that wait after `step` training steps; on the first rank only."""
@@ -180,7 +189,7 @@ class PartialRollout:
             self._restore(saved)
         last = min(self._pool + step * self._prompts, end * self._prompts)
         for number in range(self._next, last):
-            self._groups.append(self._new(number, step))
+            self._groups.append(self._new(number, self._version_at(step)))
         self._next = max(last, self._next)
 
     def _new(self, number: int, begun: int) -> _Group:
@@ -224,7 +233,7 @@ class PartialRollout:
         return self._versioned(self.rollout.gathered(drawn, local, index, (seed, step)), step)
 
     def _versioned(self, samples: Samples, step: int) -> Samples:
-        version = torch.full(samples.mask.shape, step)  # [B, A]
+        version = torch.full(samples.mask.shape, self._version_at(step))  # [B, A]
         for i, of_tokens in enumerate(self._versions):
             version[i, : len(of_tokens)] = torch.tensor(of_tokens)
         return replace(samples, version=version)
@@ -247,7 +256,7 @@ class PartialRollout:
     def _draw(self, seed: int, step: int) -> None:
         """Draw one round of further tokens for all unfinished responses. Collective."""
         assert self.config.partial_rollout is not None
-        count = self.config.partial_rollout.tokens
+        count, version = self.config.partial_rollout.tokens, self._version_at(step)
         alive: list[tuple[_Group, int]] = []
         for group in self._groups:
             alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]
@@ -269,7 +278,7 @@ class PartialRollout:
         for place, request, room in zip(places, requests, full, strict=True):
             group, i = alive[place]
             new, ended = request.tokens[len(group.responses[i].tokens) :], request.ended or len(request.tokens) >= room
-            drawn.append((place, _Response(new, request.log_probs, [step] * len(new), request.steps, ended)))
+            drawn.append((place, _Response(new, request.log_probs, [version] * len(new), request.steps, ended)))
         for parts in all_gather_object(drawn):
             for place, new_part in parts:
                 group, i = alive[place]

@@ -5,6 +5,7 @@ pipelined       order t, update on each part of t as it arrives
 one step off    order t + 1, wait for t, which was ordered one step earlier, update while t + 1 is sampled
 """
 
+import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from phalanx.training.exchange import concatenate, deserialize, serialize
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.rescorer import Rescorer
 from phalanx.types import Collected, JobError, Samples
+
+log = logging.getLogger(__name__)
 
 
 class Schedule:
@@ -52,8 +55,28 @@ class Schedule:
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         """See phalanx.training.components.Sampling."""
         self.total_steps = total_steps
+        parcels, pending = self.opened(kept)
+        if parcels and self.world.lead:
+            log.warning("the checkpoint's samples in flight are dropped: in this run each step draws its own samples")
+        self.announce(step, pending)
+
+    def announce(self, first: int, pending: Tensor | None) -> None:
+        """Meet the other roles. The rollout begins with step `first`, and with these samples, see Collected.pending."""
+        self._pending = {first: pending}
         self.link.connect(self.mail.routes)
         self.link.compare(self.policy.trained.shapes)
+        self.link.announce(first, pending)
+
+    def opened(self, kept: Sequence[Tensor]) -> tuple[list[Collected], Tensor | None]:
+        """The samples in flight of a checkpoint: those that wait to be trained, and those that the rollout keeps."""
+        parcels, pending = [], None
+        for data in kept:
+            parcel, _ = deserialize(data, self.policy.trace_type, self.world.device)
+            if parcel is None:
+                pending = data
+            else:
+                parcels.append(parcel)
+        return parcels, pending
 
     def collect(self, step: int, chunk: int) -> Collected:
         """Return this rank's samples of a chunk of training step `step`, with the rewards of all ranks' samples."""
@@ -77,6 +100,7 @@ class Schedule:
         self.hear(stop)
         if collected is None:
             raise Stopped(stop)
+        self._pending = {step: self._pending.get(step), step + 1: collected.pending}
         return self.checked(collected, step)
 
     def hear(self, stop: int) -> None:
@@ -91,9 +115,11 @@ class Schedule:
         age = step - version
         if age.max() > limit:
             raise JobError(f"samples of step {step} are {age.max()} steps old; rollout.max_staleness is {limit}")
-        row = {"rollout/staleness_mean": age.double().mean().item(), "rollout/staleness_max": float(age.max())}
-        samples = collected.samples
-        if age.any():  # older weights sampled them, so a replay cannot repeat their log-probs
+        samples, row = collected.samples, {}
+        of_tokens = age.dim() > 1  # counted where they were sampled
+        if not of_tokens:
+            row = {"rollout/staleness_mean": age.double().mean().item(), "rollout/staleness_max": float(age.max())}
+        if age.any() or of_tokens:  # older weights sampled them, so a replay cannot repeat their log-probs
             samples = replace(samples, exact=False)
         return replace(collected, samples=samples, row=collected.row | row)
 
@@ -118,21 +144,25 @@ class Schedule:
         self.link.part(self.world.watch)
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Return None: no samples are drawn ahead."""
-        return None
+        """What the rollout keeps, on the first rank; no samples are drawn ahead."""
+        return self._pending.get(step) if self.world.lead else None
 
 
 class OneStepOffSchedule(Schedule):
     """Draws the samples of the next step during the training of a step, with weights that are one step old."""
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        super().begin(step, total_steps, kept)
+        self.total_steps = total_steps
         self._at = self._next = step  # the next step to train, and the first step not yet ordered
         self._drawn: Collected | None = None  # samples of the next step, if a checkpoint has needed them
-        whole = self._join_received(kept)
-        if whole is not None and len(whole.reward) == self.plan.samples:  # the batch size has not changed
-            share = serialize(whole, slice(self.mail.own.first, self.mail.own.last))
-            self._drawn, self._next = self._join_received([share]), step + 1
+        parcels, pending = self.opened(kept)
+        whole = concatenate(parcels) if parcels else None
+        if whole is not None:
+            pending = whole.pending
+            if len(whole.reward) == self.plan.samples:  # the batch size has not changed
+                share = serialize(whole, slice(self.mail.own.first, self.mail.own.last))
+                self._drawn, self._next = self.opened([share])[0][0], step + 1
+        self.announce(self._next, pending)
 
     def collect(self, step: int, chunk: int) -> Collected:
         last = min(step + 2, self.total_steps)
@@ -143,19 +173,14 @@ class OneStepOffSchedule(Schedule):
 
     def in_flight(self, step: int) -> Tensor | None:
         if self.cfg.rollout.in_flight == "drop" or step != self._at or self._next <= self._at:
-            return None
+            return super().in_flight(step)
         if self._drawn is None:
             try:
                 self._drawn = self.receive(self._at)
             except Stopped:  # the rollout ranks stopped before they finished the samples
-                return None
+                return super().in_flight(step)
         # once of those that several ranks train
         return None if self.world.rank % self.world.context_size else serialize(self._drawn, slice(None))
-
-    def _join_received(self, kept: Sequence[Tensor]) -> Collected | None:
-        parts = [deserialize(data, self.policy.trace_type, self.world.device)[0] for data in kept]
-        whole = [part for part in parts if part is not None]
-        return concatenate(whole) if whole else None
 
 
 SCHEDULES: dict[str, type[Schedule]] = {

@@ -28,6 +28,7 @@ from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Collector
 from phalanx.training.components import TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
+from phalanx.types import KeepsSamples
 
 
 class Pace:
@@ -47,7 +48,9 @@ class Pace:
 
 
 class Worker(ABC):
-    """A rank that works on the actor's orders."""
+    """A rank that works on the actor's orders. keeps: its rollout, if that keeps samples for later steps."""
+
+    keeps: KeepsSamples | None = None
 
     def __init__(self, cfg: RLConfig, plan: BatchPlan, world: World, policy: TrainedPolicy) -> None:
         """plan: batch sizes of this role, see phalanx.run.disaggregated.role_batches.of_role."""
@@ -73,6 +76,9 @@ class Worker(ABC):
         speak_for_role()
         link.connect(self.mail.routes)
         link.compare(trained.shapes)
+        begins = link.announce()
+        if self.keeps is not None:
+            self.keeps.begin(*begins)
         while True:
             with self.timers("idle"):
                 order = link.order()
@@ -112,6 +118,7 @@ class RolloutWorker(Worker):
         self.collector = Collector(*common, chunks=plan.parts, tell=components.tell)
         val_sets = components.val_sets
         self.validator = Validator(cfg, self.world, self.policy, rollout, rewards, val_sets, self.timers)
+        self.keeps = self.validator.keeps
         self._finishes = cfg.rollout.schedule == "one_step_off" and cfg.rollout.in_flight == "finish"
         self._stop = 0
 
@@ -140,14 +147,21 @@ class RolloutWorker(Worker):
 
     def deliver(self, step: int, chunk: int, version: int) -> None:
         """Sample a chunk of a step, and send the samples."""
+        pending = None
         try:
+            if self.keeps is not None:
+                self.keeps.of_version(version)
             collected = self.collector.collect(step, chunk)
         except Stopped as stop:
             self.mail.send(None, stop.number)
             return
-        samples = replace(collected.samples, version=torch.full((self.plan.per_rank,), version))
-        collected = replace(collected, samples=samples, row=collected.row | self.pace.row(ROLLOUT))
-        self.mail.send(collected, self._stop)
+        samples = collected.samples
+        if self.keeps is not None:
+            pending = self.keeps.in_flight(step + 1)
+        else:
+            samples = replace(samples, version=torch.full((self.plan.per_rank,), version))
+        row = collected.row | self.pace.row(ROLLOUT)
+        self.mail.send(replace(collected, samples=samples, row=row, pending=pending), self._stop)
 
     def _on_stop(self, signal: int) -> None:
         """Stop at once, or finish the samples that the actor waits for first (rollout.in_flight=finish)."""

@@ -99,11 +99,13 @@ RULES = (
          lambda c: truncated(c) if _no_log_probs(c) else None,
          " needs the policy's own log-probs, which determine the tokens that are kept, but "
          "{c.rollout:correction}=none does not compute them; set it to rescore"),
-    Rule("rollout.partial_rollout environment.path environment.tools environment.tool_config_path model.block_size "
-         "placement", LM_RL,
-         lambda c: c.rollout.partial_rollout
-         and ("an environment" if c.environment.used else "placement" if c.placement else None),
-         "{c.rollout:partial_rollout}: true does not work with {x}; leave out one of them"),
+    Rule("rollout.partial_rollout environment.path environment.tools environment.tool_config_path", LM_RL,
+         lambda c: c.rollout.partial_rollout and c.environment.used,
+         "{c.rollout:partial_rollout}: true does not work with an environment; leave out one of them"),
+    Rule("rollout.partial_rollout rollout.schedule", LM_RL,
+         lambda c: c.rollout.partial_rollout and c.rollout.schedule == "pipelined",
+         "{c.rollout:partial_rollout}: true does not wait for the longest responses of a step, so it has no parts; set "
+         "{c.rollout:schedule} to synchronous or one_step_off"),
     Rule("rollout.partial_rollout.tokens data.max_response_length", LM_RL,
          lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout.tokens,
          " does not divide data.max_response_length={c.data.max_response_length}"),
