@@ -145,7 +145,6 @@ PAIRS = (
     ("vllm", "judge", "vLLM lets one engine of a process sleep; with `reward.model.sleep=false` they work"),
     ("environment", "partial rollouts", "the state of an environment lives on one rank and is in no checkpoint"),
     ("environment", "block diffusion", "its block goes on after a response's end, and all its tokens are trained"),
-    ("partial rollouts", "roles", "unfinished responses wait on ranks that sample, whose state is in no checkpoint"),
     ("block diffusion", "images", "no supported family of block diffusion reads images"),
     ("block diffusion", "top-k", "which tokens are kept differs in each state in which a position is masked"),
     ("block diffusion", "packing", "a packed row is read from left to right, and blocks are read in both directions"),

@@ -144,7 +144,7 @@ class Schedule:
         self.link.part(self.world.watch)
 
     def in_flight(self, step: int) -> Tensor | None:
-        """What the rollout keeps, on the first rank; no samples are drawn ahead."""
+        """Samples that the rollout keeps, on the first rank; none are drawn ahead."""
         return self._pending.get(step) if self.world.lead else None
 
 
