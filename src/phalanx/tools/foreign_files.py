@@ -14,7 +14,7 @@ from phalanx.config.aliases import foreign_keys
 from phalanx.config.files import read_bytes
 from phalanx.config.messages import ConfigError, cut, nearest
 from phalanx.config.sources import parse_yaml
-from phalanx.tools.foreign_values import Unknown, evaluate, expanded, plain, shell_value
+from phalanx.tools.foreign_values import Unknown, attempt, evaluate, expanded, plain, shell_value
 
 MOST_BYTES = 1 << 20
 MARK = "\0"  # in place of a command within a command
@@ -159,10 +159,12 @@ def _read_shell(file: ForeignFile, text: str) -> None:
         for word in words:
             match = _OVERRIDE.fullmatch(word)
             if match is not None and not word.startswith("--"):
-                file.lines[match[1].lstrip("+")] = Line(_known([match[2]], variables), _as_it_stood(word, computed))
+                file.lines[match[1].lstrip("+")] = Line(
+                    attempt(shell_value, [match[2]], variables), _as_it_stood(word, computed)
+                )
         for name, values in options.items():
             text = _as_it_stood(" ".join([f"--{name}", *values]), computed)
-            file.lines[name.replace("-", "_")] = Line(_known(values, variables), text)
+            file.lines[name.replace("-", "_")] = Line(attempt(shell_value, values, variables), text)
     for name in LAUNCHED.values():
         count = variables.get(name)
         if count is not None:
@@ -176,13 +178,6 @@ def _assign(variables: dict[str, str | None], name: str, word: str) -> None:
     except Unknown:
         value = None
     variables[name] = value if variables.get(name, value) == value else None
-
-
-def _known(words: list[str], variables: dict[str, str | None]) -> Any:
-    try:
-        return shell_value(words, variables)
-    except Unknown as error:
-        return error
 
 
 def _as_it_stood(word: str, computed: list[str]) -> str:
@@ -236,7 +231,7 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
             name, equals, value = word[2:].partition("=")
             options[name] = [value] if equals else []
             if i < start and name in LAUNCHED and (equals or words[i + 1 :]):
-                given = _known([value if equals else words[i + 1]], variables)
+                given = attempt(shell_value, [value if equals else words[i + 1]], variables)
                 file.ranks[LAUNCHED[name]] = str(given) if isinstance(given, int) else ""
             if i < start:
                 del options[name]
@@ -322,9 +317,6 @@ def _read_call(file: ForeignFile, call: ast.Call, values: dict[str, Any]) -> Non
         if keyword.arg not in OBJECTS:
             arguments.append((keywords.get(keyword.arg or "**", keyword.arg or "**"), keyword.value))
     for key, node in arguments:
-        try:
-            value: Any = evaluate(node, values)
-        except Unknown as error:
-            value = error
+        value = attempt(evaluate, node, values)
         if key not in file.lines or isinstance(file.lines[key].value, Unknown):
             file.lines[key] = Line(value, f"{key}={ast.unparse(node)}")
