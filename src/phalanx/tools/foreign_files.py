@@ -24,21 +24,6 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _METHOD = re.compile(
     r"\b([A-Z]+)(?:Config|Trainer)\b|\btrl (?!import\b)(\w+)|\bswift (sft|pt)\b|\brlhf_type[\s:=]+(\w+)|\b(\w+)\.py"
 )
-LAUNCHED = {"nnodes": "NNODES", "nproc_per_node": "NPROC_PER_NODE", "num_processes": "NPROC_PER_NODE"}
-# The names of arguments of calls in scripts for TRL, by position and by keyword; of other keywords they are the keys.
-CALLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "Config": ((), {}),
-    "Trainer": (("model_name_or_path", "reward_funcs"), {"model": "model_name_or_path"}),
-    "BitsAndBytesConfig": ((), {}),
-    "LoraConfig": ((), {"r": "lora_r", "target_modules": "lora_target_modules"}),
-    "load_dataset": (
-        ("dataset_name", "dataset_config"),
-        {"name": "dataset_config", "split": "dataset_train_split", "path": "dataset_name"},
-    ),
-    "from_pretrained": (("model_name_or_path",), {}),
-}
-# Arguments that other calls make.
-OBJECTS = {"args", "train_dataset", "eval_dataset", "processing_class", "tokenizer", "peft_config"}
 
 
 @dataclass
@@ -165,7 +150,7 @@ def _read_shell(file: ForeignFile, text: str) -> None:
         for name, values in options.items():
             text = _as_it_stood(" ".join([f"--{name}", *values]), computed)
             file.lines[name.replace("-", "_")] = Line(attempt(shell_value, values, variables), text)
-    for name in LAUNCHED.values():
+    for name in foreign_keys()["launched"].values():
         count = variables.get(name)
         if count is not None:
             file.ranks.setdefault(name, count)
@@ -225,14 +210,14 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
         if word.endswith((".py", "/swift", "/trl")) or word in ("swift", "trl", "-m"):
             start = i + 1
             break
-    options: dict[str, list[str]] = {}
+    options, launched = dict[str, list[str]](), foreign_keys()["launched"]
     for i, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             options[name] = [value] if equals else []
-            if i < start and name in LAUNCHED and (equals or words[i + 1 :]):
+            if i < start and name in launched and (equals or words[i + 1 :]):
                 given = attempt(shell_value, [value if equals else words[i + 1]], variables)
-                file.ranks[LAUNCHED[name]] = str(given) if isinstance(given, int) else ""
+                file.ranks[launched[name]] = str(given) if isinstance(given, int) else ""
             if i < start:
                 del options[name]
         elif options and i > start and not _OVERRIDE.fullmatch(word):
@@ -244,7 +229,7 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
 
 
 def _read_python(file: ForeignFile, tree: ast.Module, function: str) -> None:
-    """Read the settings of a function that assigns `config.a.b`, or else the arguments of the calls in CALLS."""
+    """Read the settings of a function that assigns `config.a.b`, or else the arguments of the `calls` of TRL."""
     functions: dict[str, ast.FunctionDef] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any(line.startswith("config.") for line in ast.unparse(node).split()):
@@ -306,15 +291,15 @@ def _variables(tree: ast.Module) -> dict[str, Any]:
 
 
 def _read_call(file: ForeignFile, call: ast.Call, values: dict[str, Any]) -> None:
-    """Add the arguments of a call in CALLS."""
-    name = ast.unparse(call.func).rpartition(".")[2]
-    kind = name if name in CALLS else re.sub(r"^[A-Z]+(?=Config$|Trainer$)", "", name)
-    if kind not in CALLS or (kind == "from_pretrained" and "AutoModel" not in ast.unparse(call.func)):
+    """Add the arguments of one of the `calls` of TRL."""
+    calls, name = foreign_keys()["calls"], ast.unparse(call.func).rpartition(".")[2]
+    kind = name if name in calls else re.sub(r"^[A-Z]+(?=Config$|Trainer$)", "", name)
+    if kind not in calls or (kind == "from_pretrained" and "AutoModel" not in ast.unparse(call.func)):
         return
-    positions, keywords = CALLS[kind]
+    positions, keywords = calls[kind].get("positions", ()), calls[kind].get("keywords", {})
     arguments: list[tuple[str, ast.expr]] = list(zip(positions, call.args, strict=False))
     for keyword in call.keywords:
-        if keyword.arg not in OBJECTS:
+        if keyword.arg not in foreign_keys()["objects"]:
             arguments.append((keywords.get(keyword.arg or "**", keyword.arg or "**"), keyword.value))
     for key, node in arguments:
         value = attempt(evaluate, node, values)
