@@ -353,7 +353,8 @@ def test_bad_predictors(tmp_path: Path, clip_folder: Path) -> None:
     assert message(none) == (f"predictor='{none}' does not exist; expected a .safetensors file or its folder")
     assert message(pth) == (
         f"predictor='{pth}' is a pickle, which can run code; convert it once: python -c \"import torch, "
-        f"safetensors.torch as s; s.save_file(torch.load('{pth}', weights_only=True), '{tmp_path}/sac+logos.safetensors')\""
+        f"safetensors.torch as s; d = torch.load('{pth}', weights_only=True); s.save_file({{k: v.clone() for k, v in "
+        f"d.get('state_dict', d).items()}}, '{tmp_path}/sac+logos.safetensors')\""
     )
     assert message(tmp_path) == f"predictor='{tmp_path}' is a folder with 0 .safetensors files; expected one"
 

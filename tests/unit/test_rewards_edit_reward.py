@@ -97,7 +97,7 @@ def test_scores_are_those_of_the_authors_code(
 
 def test_the_texts_are_those_that_the_model_was_trained_with() -> None:
     """A typing error in them, or an editor that strips spaces, would shift all scores without an error."""
-    from phalanx.zoo.rewards.image._edit_reward_text import FOLLOWING, QUALITY
+    from phalanx.zoo.rewards.image.edit_reward import FOLLOWING, QUALITY
 
     assert [hashlib.sha256(text.encode()).hexdigest() for text in (FOLLOWING, QUALITY)] == [
         "9b25bbc2775fabc09964c9cf44234d8e5c20e4c6c4dd00a0d7851459e22bfe73",

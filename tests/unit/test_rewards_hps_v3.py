@@ -116,7 +116,7 @@ def test_hps_v3_is_the_plain_computation(
 
 
 def test_hps_v3_with_its_own_template_and_in_bfloat16(qwen_base: Path, hps_v3_state: State, hps_v3_file: Path) -> None:
-    from phalanx.zoo.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
+    from phalanx.zoo.rewards.image.hps_v3 import TEMPLATE as OFFICIAL
 
     images = random_images(SIZE, SIZE, 1)
     expected = plainly(qwen_base, hps_v3_state, pil(images)[0], PROMPTS[0], OFFICIAL)
@@ -198,7 +198,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
 
 def test_the_template_is_the_one_that_the_model_was_trained_with() -> None:
     """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
-    from phalanx.zoo.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
+    from phalanx.zoo.rewards.image.hps_v3 import TEMPLATE as OFFICIAL
 
     digest = hashlib.sha256(OFFICIAL.encode()).hexdigest()
     assert digest == "e61d58f3c7d3be656ccd024f5c0cd8c001cf9a2122305d52b59e60d94147e0f2"

@@ -145,7 +145,7 @@ def test_frames_are_those_that_the_authors_code_takes() -> None:
 
 def test_the_text_is_that_which_the_model_was_trained_with() -> None:
     """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
-    from phalanx.zoo.rewards.video._video_align_text import TEMPLATE
+    from phalanx.zoo.rewards.video.video_align import TEMPLATE
 
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()
     assert digest == "fd7862ecb43bbe39144c6a45a52f886c95a659afb2a231655fd990c2e459976c"

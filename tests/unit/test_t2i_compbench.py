@@ -1,5 +1,6 @@
 """T2I-CompBench's questions to a judge for each category, and the scores of answers."""
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -7,8 +8,7 @@ import pytest
 from phalanx.rewards.base import RewardError
 from phalanx.rewards.judge_pool import _questions_of
 from phalanx.types import Prompt
-from phalanx.zoo.rewards.judge._t2i_compbench_text import DESCRIBE, GRADE
-from phalanx.zoo.rewards.judge.t2i_compbench import T2iCompbench
+from phalanx.zoo.rewards.judge.t2i_compbench import QUESTIONS, T2iCompbench
 from tests.helpers.rewards import told
 
 PARTS: dict[str, Any] = {
@@ -51,8 +51,12 @@ def test_questions_about_the_whole(category: str) -> None:
 
 
 def test_every_category_has_texts_of_its_own() -> None:
-    assert list(DESCRIBE) == list(GRADE) == CATEGORIES.split(", ")
-    assert len(set(DESCRIBE.values())) == 5 and len(set(GRADE.values())) == 5
+    assert list(QUESTIONS) == CATEGORIES.split(", ")
+    for kind in ("describe", "grade"):
+        assert len({texts[kind] for texts in QUESTIONS.values()}) == 5
+    # an editor that strips blanks would change them without an error
+    digest = hashlib.sha256("".join(texts["grade"] for texts in QUESTIONS.values()).encode()).hexdigest()
+    assert digest == "1fde4b855f144b0839142e05c3c69e32dfa216a01e14d21fe67394f45f8754bd"
 
 
 @pytest.mark.parametrize(

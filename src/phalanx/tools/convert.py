@@ -26,7 +26,7 @@ from phalanx.config.secrets import hide
 from phalanx.exit import show
 from phalanx.run.rules import load_config
 from phalanx.tools.foreign_files import ForeignFile, Line, read_foreign
-from phalanx.tools.foreign_values import Unknown, formula
+from phalanx.tools.foreign_values import Unknown, attempt, formula
 
 SCHEMAS: dict[str, type] = {
     "grpo": LMRLConfig,
@@ -87,10 +87,7 @@ class _Conversion:
         for table in (f"defaults_of_{trainer}", f"defaults_of_{trainer}_{self.task}"):
             for key, value in foreign_keys().get(table, {}).items():
                 if key not in self.file.lines:
-                    try:
-                        value = _computed(value, _values(lines | self.file.lines))
-                    except Unknown as error:
-                        value = error
+                    value = attempt(_computed, value, _values(lines | self.file.lines))
                     lines[key] = Line(value, f"{key}: {value}{DEFAULT}")
         return lines
 

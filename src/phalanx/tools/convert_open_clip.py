@@ -11,42 +11,34 @@ silently change the embeddings: open_clip's ViT-H-14 uses gelu, and so does the 
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.zoo.rewards.image._clip import load_part
+from phalanx.zoo.rewards.image.aesthetic import read_published
+
 BASE = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
-_TO_SAFETENSORS = (
-    "python -c \"import torch, safetensors.torch as s; d = torch.load('{name}', weights_only=True); "
-    "s.save_file({{k: v.clone() for k, v in d.get('state_dict', d).items()}}, '{stem}.safetensors')\""
-)
 # Matrices that open_clip stores as [in, out], because it multiplies by them from the right.
 _TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
-_TOP = {
-    "logit_scale": "logit_scale",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "ln_final.weight": "text_model.final_layer_norm.weight",
-    "ln_final.bias": "text_model.final_layer_norm.bias",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
-    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
-    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
-    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
-}
-_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)(weight|bias)")
-_IN_BLOCK = {
-    "ln_1.": "layer_norm1.",
-    "ln_2.": "layer_norm2.",
-    "attn.out_proj.": "self_attn.out_proj.",
-    "mlp.c_fc.": "mlp.fc1.",
-    "mlp.c_proj.": "mlp.fc2.",
+# Parts of other names, which are replaced one after the other.
+_RENAMED = {
+    "token_embedding": "embeddings.token_embedding",
+    "positional_embedding": "embeddings.position_embedding.weight",
+    "class_embedding": "embeddings.class_embedding",
+    "conv1": "embeddings.patch_embedding",
+    "ln_final": "final_layer_norm",
+    "ln_pre": "pre_layrnorm",
+    "ln_post": "post_layernorm",
+    "transformer.resblocks": "encoder.layers",
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    ".attn.": ".self_attn.",
+    "c_fc": "fc1",
+    "c_proj": "fc2",
 }
 
 
@@ -58,17 +50,19 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
     folder = Path(target).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; give another DST")
-    state = translate(_read_weights(Path(source).expanduser()), str(source))
-    config = _load_base(AutoConfig, base)
+    weights = read_published(str(source), str(source))
+    config = load_part(AutoConfig, base, "--base")
     if config.model_type != "clip":
         raise ValueError(f"--base {base} is a model of type {config.model_type}; expected clip")
-    parts = [config, _load_base(AutoTokenizer, base), _load_base(AutoImageProcessor, base)]
     with torch.device("meta"):
-        difference = _first_difference(state, CLIPModel(config).state_dict())
-    if difference is not None:
+        expected = CLIPModel(config).state_dict()
+    try:
+        state = _translated(weights, expected)
+    except ValueError as error:
         raise ValueError(
-            f"{source} is another CLIP than --base {base}: {difference}; give the base of its architecture"
-        )
+            f"{source} {error}; expected open_clip's weights of the architecture of --base {base}"
+        ) from None
+    parts = [config, load_part(AutoTokenizer, base, "--base"), load_part(AutoImageProcessor, base, "--base")]
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         part.save_pretrained(folder)
@@ -76,63 +70,35 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
     return folder
 
 
-def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Translate weights from open_clip's names to those of CLIPModel; raises ValueError for an unknown name."""
-    translated: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if name in _TOP:
-            translated[_TOP[name]] = value
-            continue
-        if name in _TRANSPOSED:
-            translated[_TRANSPOSED[name]] = value.T.contiguous()
-            continue
-        block = _BLOCK.fullmatch(name)
-        if block is None or block[3] not in ("attn.in_proj_", *_IN_BLOCK):
-            raise ValueError(f"{source} has {name}, which is not a weight of open_clip's CLIP")
-        tower = "vision_model" if block[1] else "text_model"
-        layer = f"{tower}.encoder.layers.{block[2]}"
-        if block[3] == "attn.in_proj_":
-            for part, weight in zip("qkv", value.chunk(3), strict=True):
-                translated[f"{layer}.self_attn.{part}_proj.{block[4]}"] = weight.clone()
-        else:
-            translated[f"{layer}.{_IN_BLOCK[block[3]]}{block[4]}"] = value
-    return translated
+def _translated(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names of CLIPModel; raises ValueError unless they are the expected ones."""
+    state: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        for ours, part in _parts(name, value):
+            if ours not in expected:
+                raise ValueError(f"has {name}")
+            if part.shape != expected[ours].shape:
+                raise ValueError(f"has {name} of {list(part.shape)} rather than {list(expected[ours].shape)}")
+            state[ours] = part
+    for missing in sorted(expected.keys() - state.keys()):
+        raise ValueError(f"has nothing for {missing}")
+    return state
 
 
-def _load_base(cls: Any, base: str) -> Any:
-    path = Path(base).expanduser()
-    try:
-        return cls.from_pretrained(str(path) if path.is_dir() else base, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--base {base} does not load: {reason}") from error
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        command = _TO_SAFETENSORS.format(name=path, stem=path.with_suffix(""))
-        raise ValueError(f"{path} is a pickle, which can run code; convert it once: {command}")
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file; expected a .safetensors file with the weights of open_clip's CLIP")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _first_difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
-    """The first difference from the expected weights, None if there is none."""
-    for name in sorted(expected.keys() - state.keys()):
-        return f"no weights for {name}"
-    for name in sorted(state.keys() - expected.keys()):
-        return f"weights for {name}, which it does not have"
-    for name, value in state.items():
-        if value.shape != expected[name].shape:
-            return f"{name} is {list(value.shape)} rather than {list(expected[name].shape)}"
-    return None
+def _parts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weights of CLIPModel, with their names, that are in one of open_clip's."""
+    if name in _TRANSPOSED:
+        yield _TRANSPOSED[name], value.T.contiguous()
+        return
+    tower, inner = "vision_model" if name.startswith("visual.") else "text_model", name.removeprefix("visual.")
+    for theirs, ours in _RENAMED.items():
+        inner = inner.replace(theirs, ours)
+    fused = re.fullmatch(r"(.+\.)in_proj_(weight|bias)", inner)
+    if fused is None:
+        yield name if name == "logit_scale" else f"{tower}.{inner}", value
+        return
+    for part, weight in zip("qkv", value.chunk(3), strict=True):
+        yield f"{tower}.{fused[1]}{part}_proj.{fused[2]}", weight.clone()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

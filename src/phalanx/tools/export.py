@@ -1,6 +1,7 @@
 """The command `phalanx export`: a checkpoint for use elsewhere, see phalanx.run.exporting, also on the hub."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +47,9 @@ class Export:
         if self.idle:
             return
         with writing(self.output_dir, "output_dir"):
-            self.exporter.write(self.output_dir, self._describe)
+            self.exporter.write(
+                self.output_dir, partial(write_card, exporter=self.exporter, repository=self.cfg.push_to_hub)
+            )
         what = "the moving average" if self.trained.weights == "ema" else "the weights"
         print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
         if self.exporter.model.lora_rank == 0:
@@ -55,9 +58,6 @@ class Export:
                 print(f"the folder lacks components, as its base does; load it with {call}", flush=True)
         if self.cfg.push_to_hub is not None:
             print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
-
-    def _describe(self, folder: Path) -> None:
-        write_card(folder, self.exporter, self.cfg.push_to_hub)
 
 
 def make_repository(repo: str) -> None:

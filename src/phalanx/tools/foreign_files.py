@@ -14,7 +14,7 @@ from phalanx.config.aliases import foreign_keys
 from phalanx.config.files import read_bytes
 from phalanx.config.messages import ConfigError, cut, nearest
 from phalanx.config.sources import parse_yaml
-from phalanx.tools.foreign_values import Unknown, evaluate, expanded, plain, shell_value
+from phalanx.tools.foreign_values import Unknown, attempt, evaluate, expanded, plain, shell_value
 
 MOST_BYTES = 1 << 20
 MARK = "\0"  # in place of a command within a command
@@ -24,21 +24,6 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _METHOD = re.compile(
     r"\b([A-Z]+)(?:Config|Trainer)\b|\btrl (?!import\b)(\w+)|\bswift (sft|pt)\b|\brlhf_type[\s:=]+(\w+)|\b(\w+)\.py"
 )
-LAUNCHED = {"nnodes": "NNODES", "nproc_per_node": "NPROC_PER_NODE", "num_processes": "NPROC_PER_NODE"}
-# The names of arguments of calls in scripts for TRL, by position and by keyword; of other keywords they are the keys.
-CALLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "Config": ((), {}),
-    "Trainer": (("model_name_or_path", "reward_funcs"), {"model": "model_name_or_path"}),
-    "BitsAndBytesConfig": ((), {}),
-    "LoraConfig": ((), {"r": "lora_r", "target_modules": "lora_target_modules"}),
-    "load_dataset": (
-        ("dataset_name", "dataset_config"),
-        {"name": "dataset_config", "split": "dataset_train_split", "path": "dataset_name"},
-    ),
-    "from_pretrained": (("model_name_or_path",), {}),
-}
-# Arguments that other calls make.
-OBJECTS = {"args", "train_dataset", "eval_dataset", "processing_class", "tokenizer", "peft_config"}
 
 
 @dataclass
@@ -159,11 +144,13 @@ def _read_shell(file: ForeignFile, text: str) -> None:
         for word in words:
             match = _OVERRIDE.fullmatch(word)
             if match is not None and not word.startswith("--"):
-                file.lines[match[1].lstrip("+")] = Line(_known([match[2]], variables), _as_it_stood(word, computed))
+                file.lines[match[1].lstrip("+")] = Line(
+                    attempt(shell_value, [match[2]], variables), _as_it_stood(word, computed)
+                )
         for name, values in options.items():
             text = _as_it_stood(" ".join([f"--{name}", *values]), computed)
-            file.lines[name.replace("-", "_")] = Line(_known(values, variables), text)
-    for name in LAUNCHED.values():
+            file.lines[name.replace("-", "_")] = Line(attempt(shell_value, values, variables), text)
+    for name in foreign_keys()["launched"].values():
         count = variables.get(name)
         if count is not None:
             file.ranks.setdefault(name, count)
@@ -176,13 +163,6 @@ def _assign(variables: dict[str, str | None], name: str, word: str) -> None:
     except Unknown:
         value = None
     variables[name] = value if variables.get(name, value) == value else None
-
-
-def _known(words: list[str], variables: dict[str, str | None]) -> Any:
-    try:
-        return shell_value(words, variables)
-    except Unknown as error:
-        return error
 
 
 def _as_it_stood(word: str, computed: list[str]) -> str:
@@ -230,14 +210,14 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
         if word.endswith((".py", "/swift", "/trl")) or word in ("swift", "trl", "-m"):
             start = i + 1
             break
-    options: dict[str, list[str]] = {}
+    options, launched = dict[str, list[str]](), foreign_keys()["launched"]
     for i, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             options[name] = [value] if equals else []
-            if i < start and name in LAUNCHED and (equals or words[i + 1 :]):
-                given = _known([value if equals else words[i + 1]], variables)
-                file.ranks[LAUNCHED[name]] = str(given) if isinstance(given, int) else ""
+            if i < start and name in launched and (equals or words[i + 1 :]):
+                given = attempt(shell_value, [value if equals else words[i + 1]], variables)
+                file.ranks[launched[name]] = str(given) if isinstance(given, int) else ""
             if i < start:
                 del options[name]
         elif options and i > start and not _OVERRIDE.fullmatch(word):
@@ -249,7 +229,7 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
 
 
 def _read_python(file: ForeignFile, tree: ast.Module, function: str) -> None:
-    """Read the settings of a function that assigns `config.a.b`, or else the arguments of the calls in CALLS."""
+    """Read the settings of a function that assigns `config.a.b`, or else the arguments of the `calls` of TRL."""
     functions: dict[str, ast.FunctionDef] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any(line.startswith("config.") for line in ast.unparse(node).split()):
@@ -311,20 +291,17 @@ def _variables(tree: ast.Module) -> dict[str, Any]:
 
 
 def _read_call(file: ForeignFile, call: ast.Call, values: dict[str, Any]) -> None:
-    """Add the arguments of a call in CALLS."""
-    name = ast.unparse(call.func).rpartition(".")[2]
-    kind = name if name in CALLS else re.sub(r"^[A-Z]+(?=Config$|Trainer$)", "", name)
-    if kind not in CALLS or (kind == "from_pretrained" and "AutoModel" not in ast.unparse(call.func)):
+    """Add the arguments of one of the `calls` of TRL."""
+    calls, name = foreign_keys()["calls"], ast.unparse(call.func).rpartition(".")[2]
+    kind = name if name in calls else re.sub(r"^[A-Z]+(?=Config$|Trainer$)", "", name)
+    if kind not in calls or (kind == "from_pretrained" and "AutoModel" not in ast.unparse(call.func)):
         return
-    positions, keywords = CALLS[kind]
+    positions, keywords = calls[kind].get("positions", ()), calls[kind].get("keywords", {})
     arguments: list[tuple[str, ast.expr]] = list(zip(positions, call.args, strict=False))
     for keyword in call.keywords:
-        if keyword.arg not in OBJECTS:
+        if keyword.arg not in foreign_keys()["objects"]:
             arguments.append((keywords.get(keyword.arg or "**", keyword.arg or "**"), keyword.value))
     for key, node in arguments:
-        try:
-            value: Any = evaluate(node, values)
-        except Unknown as error:
-            value = error
+        value = attempt(evaluate, node, values)
         if key not in file.lines or isinstance(file.lines[key].value, Unknown):
             file.lines[key] = Line(value, f"{key}={ast.unparse(node)}")

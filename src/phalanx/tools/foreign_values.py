@@ -31,6 +31,14 @@ class Unknown(ValueError):
     """A value that a file does not contain; the message says why."""
 
 
+def attempt(compute: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function, or the Unknown that it raises."""
+    try:
+        return compute(*args)
+    except Unknown as error:
+        return error
+
+
 def formula(text: str, names: Mapping[str, Any]) -> Any:
     """The value of an expression, see `evaluate`. Raises Unknown."""
     return evaluate(ast.parse(text, mode="eval").body, names)

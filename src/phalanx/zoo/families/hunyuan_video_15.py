@@ -59,17 +59,11 @@ class Transformer(HunyuanVideo15Transformer3DModel):
     """
 
     _cp_plan: ClassVar[dict[str, Any]] = {
-        "transformer_blocks.0": {
-            "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, split_output=False),
-            "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, split_output=False),
-        },
-        "transformer_blocks.*": {
-            "attention_mask": ContextParallelInput(split_dim=1, expected_dims=2, split_output=False)
-        },
-        "rope": {
-            0: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True),
-            1: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True),
-        },
+        "transformer_blocks.0": dict.fromkeys(
+            ("hidden_states", "encoder_hidden_states"), ContextParallelInput(split_dim=1, expected_dims=3)
+        ),
+        "transformer_blocks.*": {"attention_mask": ContextParallelInput(split_dim=1, expected_dims=2)},
+        "rope": dict.fromkeys((0, 1), ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)),
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
 

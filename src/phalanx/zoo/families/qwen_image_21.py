@@ -96,10 +96,7 @@ class Transformer(QwenImage21Transformer2DModel):
     _cp_plan: ClassVar[dict[str, Any]] = {
         "txt_in": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
         "img_in": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
-        "pos_embed": {
-            0: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True),
-            1: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True),
-        },
+        "pos_embed": dict.fromkeys((0, 1), ContextParallelInput(split_dim=1, expected_dims=4, split_output=True)),
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
 

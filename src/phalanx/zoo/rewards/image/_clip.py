@@ -66,9 +66,10 @@ class Clip:
 
         clip = load_model(CLIPModel, model, name, "a CLIP model", use_safetensors=True)
         self._device = torch.device(device)
-        self._vision: nn.Module = clip.vision_model.to(device)
-        self._vision_projection: nn.Module = clip.visual_projection.to(device)
-        self.logit_scale: Tensor = clip.logit_scale.exp().to(device)
+        if not text:
+            del clip.text_model, clip.text_projection
+        self._clip: Any = clip.to(device)
+        self.logit_scale: Tensor = clip.logit_scale.exp()
         self.dim: int = clip.config.projection_dim
         self.edge: int = clip.config.vision_config.image_size  # pixels per side of its input
         if processor is not None:
@@ -86,13 +87,11 @@ class Clip:
                 f"{config.vocab_size}; give the processor that belongs to the model"
             )
         self._max_tokens: int = config.max_position_embeddings
-        self._text: nn.Module = clip.text_model.to(device)
-        self._text_projection: nn.Module = clip.text_projection.to(device)
 
     def images(self, images: Tensor) -> Tensor:
         """Embed images [B, 3, H, W] in 0..1 as unit vectors [B, dim], differentiable with respect to the images."""
         pixels = self._pixels(images.to(self._device))
-        return F.normalize(self._vision_projection(self._vision(pixels).pooler_output), dim=-1)
+        return F.normalize(self._clip.get_image_features(pixels).pooler_output, dim=-1)
 
     @torch.no_grad()
     def prompts(self, prompts: list[str]) -> Tensor:
@@ -101,9 +100,9 @@ class Clip:
         tokens = self._tokenizer(
             distinct, padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
         ).to(self._device)
-        hidden = self._text(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).pooler_output
+        features = self._clip.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output
         rows = torch.tensor([distinct.index(p) for p in prompts], device=self._device)
-        return F.normalize(self._text_projection(hidden), dim=-1)[rows]
+        return F.normalize(features, dim=-1)[rows]
 
 
 def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:

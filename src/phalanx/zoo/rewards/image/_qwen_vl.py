@@ -5,7 +5,6 @@ these models were trained with code that inserts the images' embeddings itself, 
 consecutively.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -173,17 +172,13 @@ def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[
     """The size to which Qwen2-VL resizes an image: an area of `least` to `most` pixels, sides that are multiples of
     `unit`, and nearly the same aspect ratio. Raises ValueError if one side is more than 200 times the other.
     """
+    # imported here, since it loads transformers' image processing; from the file that needs no torchvision
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"one side of an image of {height} x {width} pixels is more than 200 times the other")
-    nearest = [max(unit, round(side / unit) * unit) for side in (height, width)]
-    area = nearest[0] * nearest[1]
-    if area > most:
-        shrink = math.sqrt(height * width / most)
-        nearest = [max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)]
-    elif area < least:
-        grow = math.sqrt(least / (height * width))
-        nearest = [math.ceil(side * grow / unit) * unit for side in (height, width)]
-    return nearest[0], nearest[1]
+    size: tuple[int, int] = smart_resize(height, width, unit, least, most)
+    return size
 
 
 def _read_weights(published: Published) -> dict[str, Tensor]:

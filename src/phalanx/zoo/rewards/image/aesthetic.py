@@ -17,8 +17,8 @@ from phalanx.zoo.rewards.image._clip import Clip, load_whole, read_weights
 _WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
 _KEYS = ", ".join(f"layers.{k}.weight and .bias" for k in _WIDTHS)
 _CONVERT = (
-    "python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{path}', weights_only=True), "
-    "'{stem}.safetensors')\""
+    "python -c \"import torch, safetensors.torch as s; d = torch.load('{path}', weights_only=True); "
+    "s.save_file({{k: v.clone() for k, v in d.get('state_dict', d).items()}}, '{stem}.safetensors')\""
 )
 
 

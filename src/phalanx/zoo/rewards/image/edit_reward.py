@@ -7,8 +7,12 @@ As in the code of github.com/TIGER-AI-Lab/EditReward:
    added to the tokenizer as its last token.
 2. Both images are resized to about 448 x 448 pixels (256 tokens of 28 x 28), keeping the aspect ratio as Qwen2-VL does.
 3. Each head has HPSv3's architecture, and returns a mean and a spread; the score is the unbounded mean of both means.
+
+The instructions, edit_reward_*.txt, are data of that code (EditReward/dataset/prompts.py; MIT licence, copyright 2025
+TIGER Lab; see NOTICE), verbatim, with the blanks at line ends, since changes would change the scores.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +22,12 @@ from torch import Tensor
 
 from phalanx.media.pictures import Picture
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
-from phalanx.zoo.rewards.image._edit_reward_text import FOLLOWING, QUALITY, REWARD_TOKEN
 from phalanx.zoo.rewards.image._qwen_vl import IMAGE_TOKEN, Dtype, Published, Trunk
 
+REWARD_TOKEN = "<|Reward|>"
+_HERE = Path(__file__)
+FOLLOWING = _HERE.with_name("edit_reward_following.txt").read_text(encoding="utf-8")
+QUALITY = _HERE.with_name("edit_reward_quality.txt").read_text(encoding="utf-8")
 _HEADS = {"rm_heads.head_0": FOLLOWING, "rm_heads.head_1": QUALITY}
 _SHOWN = ("image", "image")  # before and after editing
 _EXPECTED = "expected the weights of EditReward on Qwen2.5-VL or MiMo-VL as .safetensors, or their folder"

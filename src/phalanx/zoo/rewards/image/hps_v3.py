@@ -7,8 +7,13 @@ code of github.com/MizzenAI/HPSv3:
    last token.
 2. Images are resized to about 448 x 448 pixels (256 tokens of 28 x 28), keeping the aspect ratio as Qwen2-VL does.
 3. The head is Linear, ReLU, Dropout, Linear, ReLU, Linear on the last hidden state of the reward token, in float32.
+
+The instruction, hps_v3.txt, is data of github.com/MizzenAI/HPSv3 (hpsv3/dataset/data_collator_qwen.py; MIT licence,
+copyright 2024 HPSv3 Team; see NOTICE), verbatim, with its blanks at line ends and its mistakes, since changes would
+change the scores.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +21,15 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward
-from phalanx.zoo.rewards.image._hps_v3_text import CHAT, REWARD_TOKEN, TEMPLATE
 from phalanx.zoo.rewards.image._qwen_vl import IMAGE_TOKEN, Dtype, Published, Trunk
 
+REWARD_TOKEN = "<|Reward|>"
+TEMPLATE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+# the output of Qwen2-VL's chat template for a question about an image, with the default system message
+CHAT = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
+)
 _EXPECTED = "expected HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
 
 

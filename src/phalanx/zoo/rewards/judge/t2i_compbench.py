@@ -6,11 +6,16 @@ the score is their product.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
-from phalanx.rewards.judge import Judge
-from phalanx.zoo.rewards.judge._t2i_compbench_text import ATTRIBUTES, DESCRIBE, GRADE
+import yaml
 
+from phalanx.rewards.judge import Judge
+
+ATTRIBUTES = ("color", "shape", "texture")
+# the texts that ask for a description and for a grade, by category
+QUESTIONS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # possessive, because judges in JSON mode may write blanks without end
 _LEVEL = re.compile(r'"score"\s*+:\s*+"?+\s*+(\d++)(?:\.0++)?+\s*+"?+\s*+[,}]', re.IGNORECASE)
 _OF_FOUR = {1: 0.1, 2: 0.2, 3: 0.75, 4: 1.0}
@@ -25,15 +30,15 @@ class T2iCompbench(Judge):
     """
 
     def __init__(self, category: str | None = None, describe: bool = True) -> None:
-        if category is not None and category not in GRADE:
-            raise ValueError(f"category={category!r}; expected one of {', '.join(GRADE)}")
+        if category is not None and category not in QUESTIONS:
+            raise ValueError(f"category={category!r}; expected one of {', '.join(QUESTIONS)}")
         self._category, self.opens = category, describe
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a category, or without its parts."""
         category = self._category_of(metadata)
-        if category not in GRADE:
-            raise ValueError(f"category {category!r}; expected one of {', '.join(GRADE)}")
+        if category not in QUESTIONS:
+            raise ValueError(f"category {category!r}; expected one of {', '.join(QUESTIONS)}")
         if category not in ATTRIBUTES:
             return
         for name in ("phrases", "nouns", "attributes"):
@@ -49,18 +54,19 @@ class T2iCompbench(Judge):
     def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
         """The request for a description."""
         category = self._category_of(metadata)
-        return DESCRIBE[category].format(category=category)
+        return QUESTIONS[category]["describe"].format(category=category)
 
     def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
         """The requests for a grade, one for each part or one for the whole."""
         self.check_row(prompt, metadata)
         category = self._category_of(metadata)
+        question = QUESTIONS[category]["grade"]
         if category not in ATTRIBUTES:
-            return [GRADE[category].format(prompt=prompt)]
+            return [question.format(prompt=prompt)]
         texts = []
         parts = zip(metadata["phrases"], metadata["nouns"], metadata["attributes"], strict=True)
         for phrase, noun, attribute in parts:
-            texts.append(GRADE[category].format(phrase=phrase, noun=noun, attribute=attribute))
+            texts.append(question.format(phrase=phrase, noun=noun, attribute=attribute))
         return texts
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:

@@ -8,6 +8,10 @@ code of github.com/KwaiVGI/VideoAlign and the `model_config.json` beside its wei
 2. The video precedes VideoAlign's instruction in the base's chat format; the reward tokens are added to the tokenizer
    as its last tokens.
 3. Each grade is normalised by a mean and a spread from the configuration; the score is the sum of the three.
+
+The instruction, video_align.txt, is data of that code (prompt_template.py; MIT licence, copyright 2025 Kling Team,
+Kuaishou Technology; see NOTICE), verbatim, with its blanks at line ends and its mistakes, since changes would change
+the scores.
 """
 
 import json
@@ -21,8 +25,10 @@ from torch import Tensor
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
 from phalanx.zoo.rewards.image._qwen_vl import VIDEO_TOKEN, Dtype, Published, Trunk
 from phalanx.zoo.rewards.video._frames import check_frames
-from phalanx.zoo.rewards.video._video_align_text import REWARD_TOKENS, TEMPLATE
 
+# for visual quality, motion quality and text alignment, in the order in which they are added to the tokenizer
+REWARD_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
+TEMPLATE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
 _EXPECTED = "expected a folder with model_config.json and model.pth of KwaiVGI/VideoReward, the latter as .safetensors"
 _LEAST = 128 * 28 * 28  # pixels of a frame
 _FEWEST, _MOST_FRAMES = 4, 768
