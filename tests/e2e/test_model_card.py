@@ -109,7 +109,7 @@ def test_a_lora(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "sh train.sh tasks/train_grpo.py" in text and "trainer.total_training_steps=3" in text
     assert "\n  lora_rank: 4\n" in text and re.search(r"versions \|.* phalanx .* torch ", text)
     # the picture that the card shows
-    assert "## Curves\n\n![Rewards over the steps" in text and "](curves.png)" in text and "report.html" not in text
+    assert "## Curves\n\n![Curves up to step 2," in text and "](curves.png)" in text and "report.html" not in text
     training, held_out_line = lines_of(read_run(run), 2)
     assert [step for step, _ in training.points] == [1, 2] and held_out_line.points[-1] == (2, values[2])
     with Image.open(tmp_path / "mine" / "curves.png") as picture:

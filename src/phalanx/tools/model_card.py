@@ -173,7 +173,7 @@ class _Card:
     def _curves(self, folder: Path) -> str:
         """The picture of the rewards and the link to the report, as far as they are there."""
         report = f"[The run's report]({REPORT_FILE}) has all curves and samples; download it to open it."
-        title = f"Rewards over the steps, with 95 % intervals of validations over prompts, up to step {self.step}"
+        title = f"Curves up to step {self.step}, with 95 % intervals of validations over prompts"
         parts = [f"![{title}]({CURVES})"] if (folder / CURVES).is_file() else []
         parts += [report] if (folder / REPORT_FILE).is_file() else []
         return "\n\n".join(["## Curves", *parts]) if parts else ""
