@@ -11,14 +11,12 @@ results/learn_lm.json, the table and the curves to docs/language-models.md. Fini
 trained first.
 """
 
-import statistics
 from pathlib import Path
 
 from learning import Rows, Subject, main, metrics, untrained
 
 CONFIG = "configs/grpo/quickstart.yaml"
 VAL, TEST = "val/val/reward/gsm8k", "val/test/reward/gsm8k"
-LAST = 10  # final steps, over which metrics of the samples are averaged
 
 
 def base(output: Path, config: str = CONFIG) -> dict[str, float]:
@@ -27,11 +25,8 @@ def base(output: Path, config: str = CONFIG) -> dict[str, float]:
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """Scores and metrics of a run at its end."""
-    steps = [row for row in rows if row["step"] > 0][-LAST:]
-    keys = {"length": "response/length_mean", "entropy": "actor/entropy"}
-    means = {key: statistics.fmean(row[name] for row in steps if name in row) for key, name in keys.items()}
-    return validated(rows) | means
+    """Scores of a run at its end."""
+    return validated(rows)
 
 
 def validated(rows: Rows) -> dict[str, float]:
@@ -57,7 +52,6 @@ SUBJECT = Subject(
     test_freq=10,
     target=0.8,
     spreads={"test": "test", "val": "val"},
-    means={"length": "tokens", "entropy": "entropy"},
     base=base,
     after=after,
 )

@@ -313,7 +313,7 @@ class Difference:
     def __str__(self) -> str:
         text = f"{self.seeds.value:+.3f}"
         if self.seeds.high is not None:
-            text += f" ± {self.seeds.high - self.seeds.value:.3f}"
+            text += f"±{self.seeds.high - self.seeds.value:.3f}"
         if self.prompts is not None and self.prompts.low is not None:
             text += f"; of prompts {self.prompts.low:+.3f} to {self.prompts.high:+.3f}"
         return text if self.told_apart else f"{text} ≈"
@@ -334,9 +334,9 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: boo
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """`mean ± half the width` of Student's interval; of a single run only the mean."""
+    """`mean±half the width` of Student's interval; of a single run only the mean."""
     half = t_half_width(np.array(values))
-    return f"{statistics.fmean(values):.3f}" if half is None else f"{statistics.fmean(values):.3f} ± {half:.3f}"
+    return f"{statistics.fmean(values):.3f}" if half is None else f"{statistics.fmean(values):.3f}±{half:.3f}"
 
 
 def reached(subject: Subject, curve: list[list[float]]) -> tuple[float | None, float | None]:

@@ -1,8 +1,8 @@
-"""Draw pictures of a run on numbers: the first held-out prompts before and after training, in pairs and apart.
+"""Draw pictures of a run on numbers: the first held-out prompts before and after training, in pairs.
 
     make quickstart && python scripts/draw_pairs.py outputs/phalanx/quickstart docs/images
 
-It writes quickstart.png, before.png and after.png into the folder.
+It writes quickstart.png into the folder.
 """
 
 import json
@@ -28,15 +28,6 @@ def read(folder: Path) -> Samples:
         with Image.open(folder / row["file"]) as picture:
             samples.append((row, picture.convert("RGB").resize(CELL, Image.Resampling.NEAREST)))
     return samples
-
-
-def grid(samples: Samples) -> Image.Image:
-    """Only the pictures."""
-    step = CELL[0] + GAP, CELL[1] + GAP
-    sheet = Image.new("RGB", (COLUMNS * step[0] - GAP, ROWS * step[1] - GAP), "white")
-    for number, (_, picture) in enumerate(samples):
-        sheet.paste(picture, (number % COLUMNS * step[0], number // COLUMNS * step[1]))
-    return sheet
 
 
 def pairs(before: Samples, after: Samples, title: str) -> Image.Image:
@@ -70,13 +61,8 @@ def main() -> None:
             rewards.append((row["step"], row[key]))
     title = f"Each pair: before training (left) and after {rewards[-1][0]} steps (right), on held-out numbers."
     title += f" Mean OCR reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}."
-    for name, picture in (
-        ("quickstart.png", pairs(before, after, title)),
-        ("before.png", grid(before)),
-        ("after.png", grid(after)),
-    ):
-        picture.save(output / name, optimize=True)
-        print(output / name)
+    pairs(before, after, title).save(output / "quickstart.png", optimize=True)
+    print(output / "quickstart.png")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Draws a run that trained on word problems: accuracy over its steps, and answers before and after.
+"""Draws the run of a quickstart of texts: accuracy over its steps, and answers before and after.
 
-make quickstart-lm && python scripts/draw_quickstart.py outputs/phalanx/quickstart_lm docs/images/quickstart_lm.svg
-make quickstart-bd && python scripts/draw_quickstart.py outputs/phalanx/quickstart_bd docs/images/quickstart_bd.svg
+    make quickstart-lm && python scripts/draw_quickstart.py outputs/phalanx/quickstart_lm docs/images/quickstart_lm.svg
+
+and likewise with quickstart-bd, quickstart-tools and quickstart-vl.
 """
 
+import base64
 import json
 import sys
 from html import escape
@@ -45,17 +47,36 @@ def plot(run: Path) -> list[str]:
     return parts
 
 
+def words_of(row: dict[str, Any]) -> str:
+    """A sample's answer in one line, with its calls of tools and their results."""
+    parts = []
+    for message in row.get("messages", ({}, {"content": row["text"]}))[1:]:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"].values()
+            parts.append(f"{call['function']['name']}({', '.join(map(str, arguments))})")
+        parts.append(f"→ {message['content']};" if message.get("role") == "tool" else message["content"])
+    return " ".join(" ".join(parts).split())
+
+
 def table(run: Path) -> list[str]:
     """The first problems that the base answers wrongly, with the answers at the first and the last validation."""
     steps = sorted((run / "samples" / "test").iterdir())
     pairs = zip(read(steps[0] / "index.jsonl"), read(steps[-1] / "index.jsonl"), strict=True)
-    parts = [text(TABLE, TOP - 18, "before", GREY), text(AFTER, TOP - 18, "after", GREY)]
-    wrong = [(before, after) for before, after in pairs if before["reward"] == 0]
-    for number, (before, after) in enumerate(wrong[:PROBLEMS]):
+    wrong = [(before, after) for before, after in pairs if before["reward"] == 0][:PROBLEMS]
+    left = TABLE + (110 if "images" in wrong[0][0] else 0)
+    right = min(AFTER, left + 30 + 8 * max(len(words_of(before)) for before, _ in wrong))
+    parts = [text(left, TOP - 18, "before", GREY), text(right, TOP - 18, "after", GREY)]
+    for number, (before, after) in enumerate(wrong):
         y = TOP + 8 + number * ROW
-        parts.append(text(TABLE, y, before["prompt"], size=11))
-        for x, answer in ((TABLE, before), (AFTER, after)):
-            parts.append(text(x, y + 18, " ".join(answer["text"].split()), RIGHT if answer["reward"] else WRONG))
+        shown = before.get("images", ())
+        for image in shown:
+            data = base64.b64encode((steps[0] / image["file"]).read_bytes()).decode()
+            place = f'x="{TABLE}" y="{y - 12}" width="{2 * image["width"]}" height="{ROW - 8}"'
+            parts.append(f'<image {place} style="image-rendering:pixelated" href="data:image/png;base64,{data}"/>')
+        if not shown:
+            parts.append(text(TABLE, y, before["prompt"], size=11))
+        for x, answer in ((left, before), (right, after)):
+            parts.append(text(x, y + (10 if shown else 18), words_of(answer), RIGHT if answer["reward"] else WRONG))
     return parts
 
 

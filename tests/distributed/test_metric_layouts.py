@@ -106,9 +106,9 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def documented() -> set[str]:
-    """The metrics in the tables of docs/concepts.md; a name without a section has that of the name before it."""
+    """The metrics in the lists of docs/concepts.md; a name without a section has that of the name before it."""
     page, found = (ROOT / "docs" / "concepts.md").read_text(), set()
-    for cell in re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE):
+    for cell in re.findall(r"^- (`[^:]+):", page, re.MULTILINE):
         section = ""
         for name in re.findall(r"`([^`]+)`", cell):
             section = name.rpartition("/")[0] if "/" in name else section

@@ -11,15 +11,20 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from huggingface_hub import ModelCard
+from PIL import Image
 
 from phalanx.config.tasks import ExportConfig
 from phalanx.run.provenance import digest_path
 from phalanx.run.rules import load_config
 from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import read_run
+from phalanx.tools.board.report import write_report
+from phalanx.tools.card_curves import lines_of
 from phalanx.tools.export import Export
 from phalanx.tools.model_card import base_name, licence_of
 from tests.distributed.test_joint import fit as fit_joint
 from tests.distributed.test_joint import joint_config
+from tests.helpers.hub import hub_server
 from tests.helpers.jobs import fit, tiny_config
 from tests.helpers.lm import tiny_lm_config
 from tests.helpers.ranks import ROOT, run_ranks
@@ -103,6 +108,12 @@ def test_a_lora(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert f"| `held_out` | 2 | {values[2]:.4g} |" in text and f"| {values[0]:.4g} (step 0) |" in text
     assert "sh train.sh tasks/train_grpo.py" in text and "trainer.total_training_steps=3" in text
     assert "\n  lora_rank: 4\n" in text and re.search(r"versions \|.* phalanx .* torch ", text)
+    # the picture that the card shows
+    assert "## Curves\n\n![Curves up to step 2," in text and "](curves.png)" in text and "report.html" not in text
+    training, held_out_line = lines_of(read_run(run), 2)
+    assert [step for step, _ in training.points] == [1, 2] and held_out_line.points[-1] == (2, values[2])
+    with Image.open(tmp_path / "mine" / "curves.png") as picture:
+        assert picture.size == (860, 340) and len(picture.convert("L").getcolors() or []) > 20
     # neither a secret nor a folder of this machine
     assert SECRET not in text and "key: ${oc.env:PHALANX_CARD_KEY}" in text
     assert str(run.parent) not in text and os.path.expanduser("~") + "/" not in text
@@ -120,11 +131,32 @@ def test_a_merged_lora_under_a_name_of_the_hub(run: Path, tmp_path: Path, monkey
     assert data["tags"] == ["phalanx", "grpo"]
 
 
+def test_an_upload_to_the_hub(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files reach the hub in one commit, with the run's report, and neither hosts, paths nor secrets."""
+    monkeypatch.setenv("PHALANX_CARD_KEY", SECRET)
+    (run / "ranks").mkdir()
+    assert 'id="of-ranks"' in write_report(run, output=tmp_path / "own.html").read_text()
+    with hub_server() as hub:
+        for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", hub.url), ("HF_HUB_DISABLE_XET", True)):
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("HF_TOKEN", "hf_local")
+        card_of(tmp_path / "mine", run, "push_to_hub=me/new")
+    assert hub.repositories == ["me/new"] and hub.messages == ["step_000003 of a Phalanx run"]
+    assert hub.tokens == {"Bearer hf_local"}
+    assert hub.files == {file.name: file.read_bytes() for file in (tmp_path / "mine").iterdir()}
+    assert {"adapter_model.safetensors", "README.md", "curves.png", "report.html"} <= hub.files.keys()
+    assert "](report.html)" in hub.files["README.md"].decode()
+    report = hub.files["report.html"].decode()
+    assert "Resolved configuration" in report and "Bob has 2 | 3 cats." in report
+    assert str(run.parent) not in report and SECRET not in report and 'id="of-ranks"' not in report
+
+
 def test_a_run_without_its_records(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "copy")
     (copy / "metrics.jsonl").unlink()
     (copy / "provenance.json").write_text("[]")
     card = card_of(tmp_path / "export", copy)
+    assert not (tmp_path / "export" / "curves.png").exists() and "## Curves" not in card.text
     assert card.data.base_model == "me/tiny" and "## Validation" not in card.text and "train.sh" not in card.text
     assert "<details>" in card.text
 

@@ -1,4 +1,4 @@
-"""The pause of garbage collection during imports."""
+"""The pause of garbage collection during imports, and what outlives a world."""
 
 import subprocess
 import sys
@@ -35,3 +35,25 @@ def test_garbage_is_left_alone_only_while_libraries_are_loaded(world: bool) -> N
     words = ["world"] if world else []
     done = subprocess.run([sys.executable, "-c", JOB, *words], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", str(world), "True"]
+
+
+WORLDS = """
+import gc, weakref
+import torch.distributed as dist
+from phalanx.config.run import ParallelConfig
+from phalanx.run.world import start_world, stop_world
+
+groups = []
+for _ in range(2):
+    start_world(ParallelConfig())
+    groups.append(weakref.ref(dist.group.WORLD))
+    stop_world()
+    gc.collect()
+print(*(group() is not None for group in groups))
+"""
+
+
+def test_process_groups_are_freed_when_the_next_world_is_left() -> None:
+    """And never by a daemon thread that still refers to the job while the interpreter ends, which would abort it."""
+    done = subprocess.run([sys.executable, "-c", WORLDS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.folder import base_folder, how_to_load, model_index
 from phalanx.models.flow.policy import build_policy
+from phalanx.models.lm.composite import check_text, text_part
 from phalanx.zoo.families.sd3 import Model
 from tests.helpers.checks import refused
 
@@ -205,3 +207,15 @@ def test_a_hub_id_is_pinned(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
         base_folder(pinned)
     with refused("model.path: 'some/model': no such folder, and no hub has it at revision 'v2' within reach"):
         model_index("some/model", "v2")
+
+
+def test_a_text_part_that_is_no_causal_model_is_named() -> None:
+    """Such as the encoder and decoder of DiffusionGemma, which denoise a canvas of random tokens."""
+    settings = transformers.DiffusionGemmaConfig(architectures=["DiffusionGemmaForBlockDiffusion"])
+    with pytest.raises(ValueError) as error:
+        check_text(settings, text_part(settings))
+    assert str(error.value) == (
+        "the text part of a DiffusionGemmaForBlockDiffusion, a diffusion_gemma_text, has no causal language model"
+    )
+    gemma = transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])
+    check_text(gemma, text_part(gemma))

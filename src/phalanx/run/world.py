@@ -221,15 +221,20 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
     return watch
 
 
+_left: list[dist.ProcessGroup] = []  # of the world that this process has left last
+
+
 def stop_world() -> None:
     """Leave the world, but not in one of several jobs. The watch is closed first, so that peers that leave do not count
-    as failed.
+    as failed. The process groups are kept until the next world is left, or the interpreter ends: a daemon thread of the
+    job that freed them while it ends would abort the process.
     """
     if here() is not None:
         return
     if watchdog.current is not None:
         watchdog.current.close()
     if dist.is_initialized():
+        _left[:] = distributed_c10d._world.pg_map
         dist.destroy_process_group()
 
 

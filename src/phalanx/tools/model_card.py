@@ -1,12 +1,15 @@
-"""The model card of an export, README.md: where its weights come from, with the front matter that the hub reads.
+"""The model card of an export, README.md: where its weights come from, with the front matter that the hub reads, a
+picture of the run's rewards, and for the hub the run's report.
 
-It is made of the run's config.yaml, provenance.json and metrics.jsonl, as far as they are there. Values from the
+They are made of the run's config.yaml, provenance.json and metrics.jsonl, as far as they are there. Values from the
 environment are references, as in these files, and of absolute paths only the last part is shown.
 """
 
 import re
 import shlex
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import yaml
 from phalanx.config.files import MOST_CONFIG
 from phalanx.config.messages import cut
 from phalanx.config.secrets import hide
+from phalanx.config.sources import parse_yaml
 from phalanx.data.data_files import DataError
 from phalanx.data.hub import SCHEME, named
 from phalanx.run.checkpoint_folder import read_meta
@@ -23,8 +27,11 @@ from phalanx.run.kind import kind_of
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.run_folder import Run, read_config, read_run
 from phalanx.telemetry.loggers import setting
+from phalanx.tools.board.report import REPORT_FILE, page_of
+from phalanx.tools.card_curves import draw, interval_of, lines_of
 
 CARD = "README.md"
+CURVES = "curves.png"
 _CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")  # a model's folder in the cache of the hub
 # all but the last part of an absolute path
 _PATH = re.compile(r"""(?<![\w/.:~}])~?/(?:[^/\s,'"\]]+/)*(?=[^/\s,'"\]])""")
@@ -39,8 +46,17 @@ _LOAD = {
 
 
 def write_card(folder: Path, exporter: Exporter, repository: str | None) -> None:
-    """Write the card of an export to its folder. repository: its name on the hub, if any. Raises OSError."""
-    (folder / CARD).write_text(hide(_Card(exporter, repository or folder.name.removesuffix(".part")).text()))
+    """Write the card of an export to its folder, and its picture. Raises OSError.
+
+    repository: its name on the hub, if any; the run's report is written as well then, without hosts and logs.
+    """
+    card = _Card(exporter, repository or folder.name.removesuffix(".part"))
+    lines = [] if card.run is None else lines_of(card.run, card.step)
+    if lines:
+        draw(lines).save(folder / CURVES)
+    if card.run is not None and repository is not None:
+        (folder / REPORT_FILE).write_bytes(page_of([card.public_run(card.run)], with_ranks=False)[0])
+    (folder / CARD).write_text(hide(card.text(folder)))
 
 
 class _Card:
@@ -62,8 +78,23 @@ class _Card:
         algorithm = setting(self.config, f"{self.prefix}algorithm.name")
         self.algorithm = _shown(algorithm) if isinstance(algorithm, str) else None
 
-    def text(self) -> str:
-        """The whole card."""
+    @cached_property
+    def run(self) -> Run | None:
+        """The run with its metrics; None if there are none."""
+        with suppress(ValueError):
+            return read_run(self.folder)
+        return None
+
+    def public_run(self, run: Run) -> Run:
+        """A run whose configuration has of absolute paths the last part."""
+        text = None if self.config_text is None else _PATH.sub("", self.config_text)
+        config: Any = None
+        with suppress(yaml.YAMLError):
+            config = parse_yaml(text or "")
+        return replace(run, config_text=text, config=config if isinstance(config, dict) else {}, problems=())
+
+    def text(self, folder: Path) -> str:
+        """The whole card, with links to what lies in the export's folder."""
         from huggingface_hub import ModelCardData
 
         licence: dict[str, Any] = dict(self.licence)
@@ -85,6 +116,7 @@ class _Card:
             f"{kind} {self._base_words()}, trained{method} with Phalanx for {self.step} steps.",
             f"```python\n{self._load()}\n```",
             self._training(),
+            self._curves(folder),
             self._validation(),
             self._command(),
         ]
@@ -138,23 +170,26 @@ class _Card:
             lines.append(f"| {words} | {value.replace('|', chr(92) + '|')} |")
         return "\n".join(lines)
 
+    def _curves(self, folder: Path) -> str:
+        """The picture of the rewards and the link to the report, as far as they are there."""
+        report = f"[The run's report]({REPORT_FILE}) has all curves and samples; download it to open it."
+        title = f"Curves up to step {self.step}, with 95 % intervals of validations over prompts"
+        parts = [f"![{title}]({CURVES})"] if (folder / CURVES).is_file() else []
+        parts += [report] if (folder / REPORT_FILE).is_file() else []
+        return "\n\n".join(["## Curves", *parts]) if parts else ""
+
     def _validation(self) -> str:
         """A table of the last validation before the checkpoint, and of the first one of the run."""
-        try:
-            run = read_run(self.folder)
-        except ValueError:  # there are no metrics
+        run, lines = self.run, []
+        if run is None:
             return ""
-        lines = []
         for name in run.validations():
             last = self._last(run, f"val/{name}/reward/mean")
             if last is None:
                 continue
             step, mean = last
-            half, low = (dict(run.points(f"val/{name}/reward/{end}")).get(step) for end in ("ci95", "ci95_low"))
-            interval = ""
-            if half is not None:
-                low = mean - half if low is None else low
-                interval = f"{low:.4g} to {low + 2 * half:.4g}"
+            pair = interval_of(run, name, step, mean)
+            interval = "" if pair is None else f"{pair[0]:.4g} to {pair[1]:.4g}"
             first, before = run.points(f"val/{name}/reward/mean")[0]
             began = f"{before:.4g} (step {first})" if first < step else ""
             lines.append(f"| `{name}` | {step} | {mean:.4g} | {interval} | {began} |")

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import transformers
+
 from phalanx.models.lm.lm_folder import CAUSAL
 
 OF_WHOLE = re.compile(r"(lm\.)?(model\.(?:language_model|text_model))\.")  # a decoder's prefix in a composite model
@@ -16,6 +18,13 @@ def text_part(settings: Any) -> Any:
     text = settings.text_config
     text.tie_word_embeddings = settings.tie_word_embeddings  # the composite class reads only its own setting
     return text
+
+
+def check_text(settings: Any, text: Any) -> None:
+    """Raise ValueError for a text part of which transformers has no causal language model."""
+    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = settings.architectures[0] if settings.architectures else type(settings).__name__
+        raise ValueError(f"the text part of a {kind}, a {text.model_type}, has no causal language model")
 
 
 def name_in_whole(name: str, places: dict[str, str]) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import check_weights, loading, warn_of_unread
 from phalanx.models.lm import experts, packing
-from phalanx.models.lm.composite import OF_WHOLE, text_part
+from phalanx.models.lm.composite import OF_WHOLE, check_text, text_part
 from phalanx.models.lm.lm_folder import check_folder
 from phalanx.models.lm.model import CausalLM, decoder_of, places_of
 from phalanx.models.lm.vision import Vision
@@ -83,11 +83,7 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tupl
     text = text_part(settings)
     if text is None:
         return *load_class(transformers.AutoModelForCausalLM, config, dtype), {}
-    kind = settings.architectures[0] if settings.architectures else type(settings).__name__
-    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
-            f"the text part of a {kind}, a {text.model_type}, has no causal language model in transformers"
-        )
+    check_text(settings, text)
     # The composite class reads the files, which have its names of tensors; the other parts are dropped.
     whole, info = load_class(transformers.AutoModelForImageTextToText, config, dtype)
     with torch.device("meta"):
@@ -97,7 +93,7 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tupl
         lm.set_submodule(inner, whole.get_submodule(outer))
     lm.config, lm.generation_config = whole.config.text_config, whole.generation_config
     lm.config.tie_word_embeddings = whole.config.tie_word_embeddings
-    log.info("only the text part of a %s, a %s, is trained", kind, type(lm).__name__)
+    log.info("only the text part of a %s, a %s, is trained", type(whole).__name__, type(lm).__name__)
     return lm, info, places
 
 

@@ -88,8 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) -> tuple[bytes, str]:
-    """A page about runs, and its Content-Security-Policy. A live page requests updates from its server."""
+def page_of(
+    runs: list[Run], *, live: bool = False, room: Room | None = None, with_ranks: bool = True
+) -> tuple[bytes, str]:
+    """A page about runs, and its Content-Security-Policy. A live page requests updates from its server. `with_ranks`:
+    with the hosts, timelines and events of the ranks.
+    """
     if len(runs) == 1:
         name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
         facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
@@ -99,7 +103,7 @@ def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) ->
     scripts = [_read_asset("uPlot.iife.min.js"), _read_asset("report.js")]
     sections = sections_of(runs, room=room)
     charts = sections.pop("charts")
-    ranks = None if live else _run_ranks(runs)
+    ranks = _run_ranks(runs) if with_ranks and not live else None
     of_ranks = ""
     if live or ranks is not None:
         of_ranks = f'<script type="application/json" id="of-ranks">{_script_json(ranks)}</script>\n'

@@ -25,7 +25,7 @@ from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
-from phalanx.models.lm.composite import text_part
+from phalanx.models.lm.composite import check_text, text_part
 from phalanx.models.lm.kv_rows import Columns, KVRows
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import causal_lm
@@ -361,9 +361,12 @@ def planned_lm_policy(
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
-    images, kind = shows_images(cfg, settings), transformers.AutoModelForImageTextToText
+        images, kind = shows_images(cfg, settings), transformers.AutoModelForImageTextToText
+        text = None if images else text_part(settings)
+        if text is not None:
+            check_text(settings, text)
     if not images:
-        settings, kind = text_part(settings) or settings, transformers.AutoModelForCausalLM
+        settings, kind = text or settings, transformers.AutoModelForCausalLM
     with META:
         lm = kind.from_config(settings, dtype=kept, trust_remote_code=False)
         cast_weights(lm, kept)
