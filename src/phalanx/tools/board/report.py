@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from html import escape
 from importlib.resources import files
@@ -22,19 +22,26 @@ from typing import Any
 
 from phalanx.config.files import replace_file
 from phalanx.config.inside import list_inside, status_inside
-from phalanx.config.load import flat
 from phalanx.config.messages import cut
 from phalanx.run.telemetry.curves import Points
-from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader
+from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader, read_config
 from phalanx.telemetry.loggers import LOSS
 from phalanx.tools.board.charts import Chart, charts_of, constants_of
-from phalanx.tools.board.comparison import comparison_table
+from phalanx.tools.board.comparison import (
+    comparison_table,
+    difference_of,
+    differing_settings,
+    labels_of,
+    validation_bounds,
+    verdict,
+)
 from phalanx.tools.board.rank_history import RankHistory
 from phalanx.tools.board.samples import Room, notes_html, samples_html
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 MOST_PROFILES = 100
+CONTENTS = {"samples": "Samples", "curves": "Curves", "ranks": "Ranks", "tables": "Figures and settings"}
 
 
 def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
@@ -55,8 +62,9 @@ def run_readers(folders: Sequence[Path]) -> list[RunReader]:
     if len(folders) == 1:
         return [RunReader(folders[0])]
     names = [folder.resolve().name for folder in folders]
-    labels = names if len(set(names)) == len(names) else map(str, folders)
-    return [RunReader(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    names = names if len(set(names)) == len(names) else list(map(str, folders))
+    labels = labels_of([read_config(folder)[1] for folder in folders], names)
+    return list(map(RunReader, folders, labels))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +103,10 @@ def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) ->
         facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
     else:
         name = f"Comparison of {len(runs)} runs"
-        facts = [run.label for run in runs]
+        facts = []
+        for run in runs:
+            folder = run.folder.resolve().name
+            facts.append(run.label if folder in run.label else f"{run.label}: {folder}")
     scripts = [_read_asset("uPlot.iife.min.js"), _read_asset("report.js")]
     sections = sections_of(runs, room=room)
     charts = sections.pop("charts")
@@ -106,7 +117,7 @@ def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) ->
         scripts.append(_read_asset("ranks.js"))
         names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
         place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
-        sections = {"headline": sections.pop("headline"), "ranks": place} | sections
+        sections = sections | {"ranks": place, "tables": sections.pop("tables")}
     policy = _security_policy(scripts) + ("; connect-src 'self'" if live else "")
     end = (
         f'\n<script type="application/json" id="charts">{_script_json(charts)}</script>\n'
@@ -116,13 +127,29 @@ def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) ->
     )
     footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
     style = _read_asset("uPlot.min.css") + _read_asset("report.css")
-    return document(name, facts, list(sections.values()), footer, policy, style, end), policy
+    contents = {}
+    for name_of_part, title in CONTENTS.items():
+        if name_of_part in sections:
+            contents[name_of_part] = title
+    return document(name, facts, list(sections.values()), footer, policy, style, end, contents), policy
 
 
 def document(
-    title: str, facts: Sequence[str | None], body: Sequence[str], footer: str, policy: str, style: str, end: str = ""
+    title: str,
+    facts: Sequence[str | None],
+    body: Sequence[str],
+    footer: str,
+    policy: str,
+    style: str,
+    end: str = "",
+    contents: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A page with its heading and facts, without those that are None, in UTF-8; `end` follows the visible part."""
+    """A page with its heading and facts, without those that are None, in UTF-8; `end` follows the visible part.
+    contents: titles of the parts by the ids of their elements, for a list that stays in view.
+    """
+    links = ""
+    for name, of_part in (contents or {}).items():
+        links += f'<a href="#{escape(name)}">{escape(of_part)}</a>'
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -130,6 +157,7 @@ def document(
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{style}</style></head>\n"
         f"<body><main><header><h1>{escape(title)}</h1><p>{escape(' · '.join(filter(None, facts)))}</p></header>\n"
+        f'<nav aria-label="Contents">{links}</nav>\n'
     )
     end = f"<footer>{footer}</footer></main>{end}</body></html>\n"
     # each part by itself: with one wide character, a text of the whole page would take several times its size
@@ -141,7 +169,7 @@ def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None
     samples.
     """
     known, others = charts_of(runs)
-    headlines = [_headline_tiles(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
+    headlines = [_headline_tiles(runs[0]) if len(runs) == 1 else comparison_table(runs), _run_notes(runs)]
     tables = [*map(_metric_table, runs), _settings_table(runs), *map(_config_section, runs)]
     sections: dict[str, Any] = {"headline": f'<div id="headline">{"".join(headlines)}</div>'}
     if with_samples:
@@ -157,7 +185,7 @@ def _run_ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
         return None
     data = []
     for run in runs:
-        data.append({"state": None, "done": run.last_step(), **RankHistory(run.folder).data()})
+        data.append({"state": None, "done": run.last_step(), **RankHistory(run.folder).data(done=run.last_step())})
     return data
 
 
@@ -184,8 +212,7 @@ def _script_json(value: object) -> str:
 def _headline_tiles(run: Run) -> str:
     tiles = []
     for name, points in run.validations().items():
-        kind = "better" if points[-1][1] > points[0][1] else ""
-        tiles.append(_change_tile(f"Validation · {name}", points, kind))
+        tiles.append(_validation_tile(run, name, points))
     reward = run.points("reward/mean")
     if reward:
         tiles.append(_change_tile("Training reward", reward))
@@ -202,11 +229,23 @@ def _headline_tiles(run: Run) -> str:
     columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # leaves the fewest empty places
     return (
         f'<section class="tiles" style="--columns:{min(columns, len(tiles))}" aria-label="Headline figures">'
-        f"{''.join(tiles)}</section>{_run_notes(run)}"
+        f"{''.join(tiles)}</section>"
     )
 
 
-def _run_notes(run: Run) -> str:
+def _run_notes(runs: list[Run]) -> str:
+    """The notes of the runs; each is shown once, with the runs that have it."""
+    owners: dict[str, list[str]] = {}
+    for run in runs:
+        for note in dict.fromkeys(_notes_of(run)):
+            owners.setdefault(note, []).append(run.label)
+    notes = []
+    for note, labels in owners.items():
+        notes.append(note if len(labels) == len(runs) else f"{'; '.join(labels)}: {note}")
+    return notes_html(notes)
+
+
+def _notes_of(run: Run) -> list[str]:
     """Notes on missing data and on profiles, and the job's warnings about its metrics."""
     notes, rows = list(run.problems), run.curves.rows
     if not rows and not notes:
@@ -218,9 +257,9 @@ def _run_notes(run: Run) -> str:
     if rows and not run.curves.is_trained:
         notes.append("No training step was logged.")
     notes += _profile_notes(run)
-    notes += [f"{note[0].upper()}{note[1:]}." for note in run.advice]
-    prefix = f"{run.label}: " if run.label else ""
-    return notes_html([f"{prefix}{note}" for note in notes])
+    for note in run.advice:
+        notes.append(f"{note[0].upper()}{note[1:]}.")
+    return notes
 
 
 def _profile_notes(run: Run) -> list[str]:
@@ -250,13 +289,25 @@ def _throughput_tiles(run: Run) -> list[str]:
     return tiles
 
 
-def _change_tile(title: str, points: Points, kind: str = "") -> str:
+def _validation_tile(run: Run, name: str, points: Points) -> str:
+    """A tile with the first and the last validation, coloured only if they differ by more than their intervals allow."""
+    ends = [validation_bounds(run, name, step) for step in (points[0][0], points[-1][0])]
+    before, after = ends
+    if len(points) == 1 or before is None or after is None:
+        return _change_tile(f"Validation · {name}", points)
+    difference = difference_of(after, before)
+    kind = verdict(difference)
+    note = f", 95 % interval {difference.low:+.3f} to {difference.high:+.3f}{': a tie' if kind == 'tie' else ''}"
+    return _change_tile(f"Validation · {name}", points, kind, note)
+
+
+def _change_tile(title: str, points: Points, kind: str = "", more: str = "") -> str:
     """A tile with the first and the last value of a curve."""
     (first, before), (last, after) = points[0], points[-1]
     if len(points) == 1:
         return _value_tile(title, f"{before:.3f}", f"step {first} only", kind)
     sign = "▲" if after > before else "▼" if after < before else "="
-    note = f"{sign} {after - before:+.3f} from step {first} to {last}"
+    note = f"{'' if kind == 'tie' else f'{sign} '}{after - before:+.3f} from step {first} to {last}{more}"
     return _value_tile(title, f"{before:.3f} → {after:.3f}", note, kind)
 
 
@@ -274,7 +325,7 @@ def _curve_section(known: list[Chart], others: list[Chart], constants: dict[str,
     fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
     notes = notes_html([f"Constant over all steps, and therefore not drawn: {fixed}."] if constants else [])
     if not known and not others:
-        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}{notes}</section>"
+        return f'<section id="curves"><h2>Curves</h2>{notes_html(["There is nothing to draw."])}{notes}</section>'
     slider = (
         '<label class="slider" hidden>Smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" '
         'value="0"><output>0</output></label>'
@@ -308,12 +359,9 @@ def _settings_table(runs: list[Run]) -> str:
     """The settings that differ between the runs."""
     if len(runs) == 1:
         return ""
-    settings = [flat(run.config) for run in runs]
     rows = []
-    for key in sorted(set().union(*settings)):
-        values = [setting.get(key, "-") for setting in settings]
-        if len(set(values)) > 1:
-            rows.append([cut(key), *map(cut, values)])
+    for key, values in sorted(differing_settings([run.config for run in runs]).items()):
+        rows.append([cut(key), *map(cut, values)])
     table = _html_table(["setting", *(run.label for run in runs)], rows)
     return _html_details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
 

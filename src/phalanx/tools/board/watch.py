@@ -39,7 +39,7 @@ from phalanx.run.telemetry.run_folder import (
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.tools.board.rank_history import RankHistory
 from phalanx.tools.board.report import page_of, run_readers, sections_of
-from phalanx.tools.board.runs import DEAD, LIVING, check_run, ended, overview
+from phalanx.tools.board.runs import DEAD, LIVING, check_run, ended, last_rows, overview
 from phalanx.tools.board.samples import Room
 
 SILENCE_S = 4 * BEAT_S  # time without a heartbeat after which a job counts as dead
@@ -85,7 +85,8 @@ class Watcher:
 
     def _rank_data(self, number: int, step: int | None) -> dict[str, Any]:
         folder = self.folders[number]
-        data = self._histories[number].data(step)
+        rows = last_rows(folder)
+        data = self._histories[number].data(step, rows[-1]["step"] if rows else None)
         line = overview(folder, self._run_state(number), data["ranks"])
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
         return of_run | data
