@@ -17,7 +17,7 @@ from PIL import Image
 from phalanx.telemetry.records import Record
 from phalanx.tools.board.charts import MAX_BARS, MAX_POINTS
 from phalanx.tools.board.report import main, write_report
-from phalanx.tools.board.samples import BEST, MAX_CARDS, MAX_SAMPLES
+from phalanx.tools.board.samples import BEST, MAX_CARDS, MAX_SAMPLES, MAX_TEXT_CARDS, UNFOLDED
 from phalanx.zoo.loggers.console import shown_keys
 from tests.helpers.logs import prompt_image, talk
 from tests.helpers.pages import Page, logger, picture, run, steps_of
@@ -283,8 +283,13 @@ class TestMissingPieces:
             for name, word in ("a", "same"), ("b", "new"):
                 log.records(0, name, [Record("same", 0.5, picture(0), i) for i in range(MAX_CARDS + 3)])
                 log.records(1, name, [Record(word, 0.5, picture(0), i) for i in range(MAX_CARDS + 3)])
+            texts = [Record(f"p{i}", 0.5, "text", i) for i in range(MAX_TEXT_CARDS + 5)]
+            log.records(0, "texts", texts)
             log.log(1, {"reward/mean": 0.5})
         page = Page(write_report(tmp_path))
+        assert f"{MAX_TEXT_CARDS} of {MAX_TEXT_CARDS + 5} prompts are shown." in page.words()
+        folds = f"{MAX_CARDS - UNFOLDED} more prompts", f"{MAX_TEXT_CARDS - UNFOLDED} more prompts"
+        assert [page.words().count(fold) for fold in folds] == [1, 1]
         assert len(page.all("img")) == 2 * MAX_CARDS + 4 * BEST
         assert f"{MAX_CARDS} of {MAX_CARDS + 3} prompts are shown." in page.words()
         assert "b: step 0 to 1 The validations have no prompt in common." in page.words()
@@ -371,7 +376,8 @@ class TestSteps:
     def test_a_slider_goes_through_the_validations(self, tmp_path: Path) -> None:
         page = Page(write_report(steps_of(tmp_path, "ocr", 4, 1)))
         (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
-        assert slider["data-steps"] == "1,2,3"  # step 0 is always shown beside them
+        assert slider["data-steps"] == "1,2,3"  # beside them stands step 0, or another that is chosen
+        assert "beside step 0 1 2 3 p0" in page.words()
         assert (slider["min"], slider["max"], slider["value"]) == ("0", "2", "2")
         assert [tag["data-step"] for tag in page.all("div") if "data-step" in tag] == ["0", "3"]
         waiting = re.findall(r'<template data-step="(.)">.*?<span>Step (.)</span><b>(.).000</b>', page.source)

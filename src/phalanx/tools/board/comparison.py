@@ -15,8 +15,7 @@ from phalanx.telemetry.loggers import LOSS
 TIME = "time"
 MOST_NAMED = 3  # settings in the name of a run
 MOST_SETTING = 24  # characters of a setting's value in it
-# settings of the trainer that change what is learned; the others say where files go, and how often
-LEARNED = ("trainer.seed", "trainer.total_training_steps")
+SEED = "trainer.seed"  # the other settings of the trainer say where files go, and how often
 
 
 class Bounds(NamedTuple):
@@ -67,7 +66,7 @@ def labels_of(configs: Sequence[dict[str, Any]], names: Sequence[str]) -> list[s
     """
     differing = {}
     for key, values in differing_settings(configs).items():
-        if key in LEARNED or not key.startswith("trainer."):
+        if key == SEED or not key.startswith("trainer."):
             differing[key] = values
     if not all(configs) or not 0 < len(differing) <= MOST_NAMED:
         return list(names)

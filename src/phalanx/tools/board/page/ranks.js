@@ -319,8 +319,13 @@
     const before = document.getElementById(id);
     const open = [...before.querySelectorAll("details")].map((fold) => fold.open);
     next.querySelectorAll("details").forEach((fold, k) => k < open.length && (fold.open = open[k]));
+    const sought = before.querySelector("input[type=search]")?.value;
     before.replaceWith(next);
     window.phalanx.start(next);
+    if (!sought) return;
+    const field = next.querySelector("input[type=search]");
+    field.value = sought;
+    field.dispatchEvent(new Event("input"));
   }
 
   let seen = "";

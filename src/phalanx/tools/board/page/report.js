@@ -252,16 +252,48 @@
     return { side, frames, steps: [...frames.keys()].sort((a, b) => a - b) };
   }
 
+  // The last of these frames up to a step, else the first.
+  const frameAt = ({ frames, steps }, step) => frames.get(steps.findLast((each) => each <= step) ?? steps[0]);
+
   function startSlider(slider) {
     const stops = slider.dataset.steps.split(",").map(Number);
-    const sides = [...slider.closest(".set").querySelectorAll(".side")].map(framesOf).filter((s) => s.steps.length > 1);
+    const set = slider.closest(".set");
+    const beside = set.querySelector(".beside select");
+    const cards = [...set.querySelectorAll("figure")].map((card) => [...card.querySelectorAll(".side")].map(framesOf));
+    if (beside) for (const [left, right] of cards) { // both sides choose among all steps of the run
+      const frames = new Map([...left.frames, ...right.frames]);
+      Object.assign(left, { frames, steps: [...frames.keys()].sort((a, b) => a - b) });
+      beside.addEventListener("change", () => left.side.replaceChildren(frameAt(left, Number(beside.value)).cloneNode(true)));
+    }
     slider.addEventListener("input", () => {
       const step = stops[Number(slider.value)];
       slider.nextElementSibling.value = String(step);
-      for (const { side, frames, steps } of sides) {
-        const shown = steps.findLast((each) => each <= step) ?? steps[0];
-        side.replaceChildren(frames.get(shown));
+      for (const card of cards) {
+        for (const one of beside ? card.slice(1) : card) if (one.steps.length > 1) one.side.replaceChildren(frameAt(one, step));
       }
+    });
+  }
+
+  // Shows the cards whose prompt and samples, at any step, have all the words, and unfolds those that were folded.
+  function startSearch(field) {
+    const part = field.closest("section");
+    const textOf = (card) => {
+      const later = [...card.querySelectorAll("template")].map((template) => template.content.textContent);
+      return [card.textContent, ...later].join("\n").toLowerCase();
+    };
+    let texts = null; // of the cards, before the slider moves what their templates hold
+    const read = () => (texts ??= new Map([...part.querySelectorAll("figure")].map((card) => [card, textOf(card)])));
+    part.addEventListener("input", read, { capture: true, once: true });
+    field.addEventListener("input", () => {
+      const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      for (const [card, text] of read()) {
+        card.hidden = !words.every((word) => text.includes(word));
+        shown += !card.hidden;
+        const fold = card.closest("details");
+        if (fold && words.length && !card.hidden) fold.open = true;
+      }
+      field.nextElementSibling.value = words.length ? `${shown} of ${texts.size}` : "";
     });
   }
 
@@ -269,6 +301,7 @@
   function start(part) {
     part.querySelectorAll("[hidden]").forEach((element) => (element.hidden = false));
     part.querySelectorAll("input[data-steps]").forEach(startSlider);
+    part.querySelectorAll("input[type=search]").forEach(startSearch);
   }
 
   start(document);
