@@ -136,7 +136,7 @@ def test_conversations_are_shown_message_by_message(tmp_path: Path) -> None:
         'user 2 * 3? assistant calc({"expression": "2 * 1"}) tool calc 2 assistant so </pre><script>alert(1)</script> '
         "2 turns; 1 call; 0.25 s in the environment; rewards 0, 0.5; ended: done Step 0 0.500"
     )
-    assert f"2 * 3? {talked}" in page.words()
+    assert f"2 * 3? {talked}" in page.words()  # the user's message is the prompt, which is not repeated
     assert len(page.all("script")) == 3  # the data, uPlot, and ours
     titles = ["Turns and calls per sample", "Reward by number of turns", "Validation reward by number of turns"]
     assert all(title in page.words() for title in titles)
@@ -244,7 +244,9 @@ class TestMissingPieces:
     def test_no_rows(self, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").touch()
         words = Page(write_report(tmp_path)).words()
-        assert words.startswith(f"{tmp_path.name} Samples Curves Figures and settings Training steps 0 metrics.jsonl has no rows yet.")
+        assert words.startswith(
+            f"{tmp_path.name} Samples Curves Figures and settings Training steps 0 metrics.jsonl has no rows yet."
+        )
         assert "No validation samples were kept (trainer.log_val_generations, images/ or samples/)." in words
         assert "There is nothing to draw." in words
         assert "There is no config.yaml in the folder." in words

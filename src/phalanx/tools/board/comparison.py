@@ -149,9 +149,8 @@ def _figure_cell(name: str, value: float | None, first: float | None, difference
     if first is None:
         return text
     change = value - first
+    shown = f"{change:+.3g}"
     if name == TIME:
         shown = f"{'-' if change < 0 else '+'}{timedelta(seconds=round(abs(change)))}"
-    else:
-        shown = f"{change:+.3g}"
     kind = "" if difference is None else verdict(difference)
     return f'{text} <small class="{kind}">{shown}{" tie" if kind == "tie" else ""}</small>'

@@ -6,16 +6,13 @@ JavaScript it still shows samples and tables.
 """
 
 import argparse
-import base64
-import hashlib
 import json
 import re
 import sys
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,8 +32,9 @@ from phalanx.tools.board.comparison import (
     validation_bounds,
     verdict,
 )
+from phalanx.tools.board.markup import document, html_details, html_table, notes_html, value_tile
 from phalanx.tools.board.rank_history import RankHistory
-from phalanx.tools.board.samples import Room, notes_html, samples_html
+from phalanx.tools.board.samples import Room, samples_html
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
@@ -102,66 +100,26 @@ def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) ->
         name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
         facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
     else:
-        name = f"Comparison of {len(runs)} runs"
-        facts = []
+        name, facts = f"Comparison of {len(runs)} runs", []
         for run in runs:
             folder = run.folder.resolve().name
             facts.append(run.label if folder in run.label else f"{run.label}: {folder}")
-    scripts = [_read_asset("uPlot.iife.min.js"), _read_asset("report.js")]
     sections = sections_of(runs, room=room)
-    charts = sections.pop("charts")
+    data = {"charts": sections.pop("charts")}
     ranks = None if live else _run_ranks(runs)
-    of_ranks = ""
+    scripts = ["report.js"]
     if live or ranks is not None:
-        of_ranks = f'<script type="application/json" id="of-ranks">{_script_json(ranks)}</script>\n'
-        scripts.append(_read_asset("ranks.js"))
+        data["of-ranks"] = ranks
+        scripts.append("ranks.js")
         names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
         place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
         sections = sections | {"ranks": place, "tables": sections.pop("tables")}
-    policy = _security_policy(scripts) + ("; connect-src 'self'" if live else "")
-    end = (
-        f'\n<script type="application/json" id="charts">{_script_json(charts)}</script>\n'
-        f"{of_ranks}"
-        f"<!-- uPlot: {_read_asset('uPlot.LICENSE')} -->\n"
-        f"<script>{'</script><script>'.join(scripts)}</script>"
-    )
-    footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
-    style = _read_asset("uPlot.min.css") + _read_asset("report.css")
     contents = {}
-    for name_of_part, title in CONTENTS.items():
-        if name_of_part in sections:
-            contents[name_of_part] = title
-    return document(name, facts, list(sections.values()), footer, policy, style, end, contents), policy
-
-
-def document(
-    title: str,
-    facts: Sequence[str | None],
-    body: Sequence[str],
-    footer: str,
-    policy: str,
-    style: str,
-    end: str = "",
-    contents: Mapping[str, str] | None = None,
-) -> bytes:
-    """A page with its heading and facts, without those that are None, in UTF-8; `end` follows the visible part.
-    contents: titles of the parts by the ids of their elements, for a list that stays in view.
-    """
-    links = ""
-    for name, of_part in (contents or {}).items():
-        links += f'<a href="#{escape(name)}">{escape(of_part)}</a>'
-    head = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{escape(title)} · Phalanx</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{style}</style></head>\n"
-        f"<body><main><header><h1>{escape(title)}</h1><p>{escape(' · '.join(filter(None, facts)))}</p></header>\n"
-        f'<nav aria-label="Contents">{links}</nav>\n'
-    )
-    end = f"<footer>{footer}</footer></main>{end}</body></html>\n"
-    # each part by itself: with one wide character, a text of the whole page would take several times its size
-    return b"\n".join(part.encode("utf-8", "replace") for part in (head, *body, end))
+    for part, title in CONTENTS.items():
+        if part in sections:
+            contents[part] = title
+    footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
+    return document(name, facts, list(sections.values()), footer, contents, scripts, data, live=live)
 
 
 def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None = None) -> dict[str, Any]:
@@ -189,23 +147,6 @@ def _run_ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
     return data
 
 
-def _read_asset(name: str) -> str:
-    return (files("phalanx.tools.board") / "page" / name).read_text(encoding="utf-8")
-
-
-def _security_policy(scripts: list[str]) -> str:
-    """The page's Content-Security-Policy: allow only resources inside the page, and no scripts other than these."""
-    policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
-    for script in scripts:
-        policy += f" 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-    return policy
-
-
-def _script_json(value: object) -> str:
-    """JSON for a <script> element, which only a `<` could end."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
 # --- headline figures ---------------------------------------------------------------------------------------------
 
 
@@ -221,10 +162,10 @@ def _headline_tiles(run: Run) -> str:
             title = "Training loss" if key == "train/loss" else f"Loss · {key.removeprefix('actor/')}"
             tiles.append(_change_tile(title, run.points(key)))
     planned = run.setting("trainer.total_training_steps")
-    tiles.append(_value_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
+    tiles.append(value_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
     seconds = run.wall_seconds()
     if seconds is not None:
-        tiles.append(_value_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
+        tiles.append(value_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
     tiles += _throughput_tiles(run)
     columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # leaves the fewest empty places
     return (
@@ -282,15 +223,15 @@ def _throughput_tiles(run: Run) -> list[str]:
     for noun in ("images", "samples", "tokens"):
         rates = run.values(f"perf/{noun}_per_gpu_per_s")
         if rates:
-            tiles.append(_value_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
+            tiles.append(value_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
     shares = run.values("perf/mfu")
     if shares:
-        tiles.append(_value_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
+        tiles.append(value_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
     return tiles
 
 
 def _validation_tile(run: Run, name: str, points: Points) -> str:
-    """A tile with the first and the last validation, coloured only if they differ by more than their intervals allow."""
+    """A tile with the first and the last validation, coloured if they differ beyond their interval."""
     ends = [validation_bounds(run, name, step) for step in (points[0][0], points[-1][0])]
     before, after = ends
     if len(points) == 1 or before is None or after is None:
@@ -305,17 +246,10 @@ def _change_tile(title: str, points: Points, kind: str = "", more: str = "") -> 
     """A tile with the first and the last value of a curve."""
     (first, before), (last, after) = points[0], points[-1]
     if len(points) == 1:
-        return _value_tile(title, f"{before:.3f}", f"step {first} only", kind)
+        return value_tile(title, f"{before:.3f}", f"step {first} only", kind)
     sign = "▲" if after > before else "▼" if after < before else "="
     note = f"{'' if kind == 'tie' else f'{sign} '}{after - before:+.3f} from step {first} to {last}{more}"
-    return _value_tile(title, f"{before:.3f} → {after:.3f}", note, kind)
-
-
-def _value_tile(title: str, value: str, note: str, kind: str = "") -> str:
-    return (
-        f'<div class="tile {kind}"><div class="k">{escape(title)}</div><div class="v">{escape(value)}</div>'
-        f'<div class="n">{escape(note)}</div></div>'
-    )
+    return value_tile(title, f"{before:.3f} → {after:.3f}", note, kind)
 
 
 # --- curves and tables --------------------------------------------------------------------------------------------
@@ -334,7 +268,7 @@ def _curve_section(known: list[Chart], others: list[Chart], constants: dict[str,
         '<p class="n" hidden>Point at a curve for its values. Drag to zoom all charts, double-click to zoom out, '
         "click a name to hide its curve.</p>"
     )
-    rest = _html_details("All other metrics as curves", _chart_grid(others)) if others else ""
+    rest = html_details("All other metrics as curves", _chart_grid(others)) if others else ""
     no_script = '<noscript><p class="note">Curves need JavaScript; below are their figures.</p></noscript>'
     return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_chart_grid(known)}{notes}{rest}</section>'
 
@@ -352,7 +286,7 @@ def _metric_table(run: Run) -> str:
             cells = list(map("{:.5g}".format, (values[0], values[-1], min(values), max(values))))
         rows.append([key, *cells, str(len(values))])
     columns = ["metric", "first", "last", "lowest", "highest", "values"]
-    return _html_details(run.titled("All metrics in figures"), _html_table(columns, rows)) if rows else ""
+    return html_details(run.titled("All metrics in figures"), html_table(columns, rows)) if rows else ""
 
 
 def _settings_table(runs: list[Run]) -> str:
@@ -362,32 +296,15 @@ def _settings_table(runs: list[Run]) -> str:
     rows = []
     for key, values in sorted(differing_settings([run.config for run in runs]).items()):
         rows.append([cut(key), *map(cut, values)])
-    table = _html_table(["setting", *(run.label for run in runs)], rows)
-    return _html_details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
+    table = html_table(["setting", *(run.label for run in runs)], rows)
+    return html_details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
 
 
 def _config_section(run: Run) -> str:
     """The resolved configuration, collapsed."""
     if run.config_text is None:
         return notes_html([f"There is no config.yaml in {run.label or 'the folder'}."])
-    return _html_details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
-
-
-def _html_table(columns: list[str], rows: list[list[str]]) -> str:
-    html = "<div class=scroll><table><thead><tr>"
-    for name in columns:
-        html += f"<th scope=col>{escape(name)}</th>"
-    html += "</tr></thead><tbody>"
-    for first, *others in rows:
-        html += f"<tr><th scope=row>{escape(first)}</th>"
-        for cell in others:
-            html += f"<td>{escape(cell)}</td>"
-        html += "</tr>"
-    return html + "</tbody></table></div>"
-
-
-def _html_details(title: str, content: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+    return html_details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from phalanx.media.grids import STRIP
 from phalanx.run.telemetry.run_folder import Run
 from phalanx.telemetry.records import IMAGES
 from phalanx.tools.board.kept_samples import CONTENT, Kept, Key, Sample
+from phalanx.tools.board.markup import html_details, notes_html
 
 MAX_CARDS, MAX_TEXT_CARDS = 24, 400  # of a set of images, and of texts
 MAX_SAMPLES, MAX_TEXTS = 300, 4000  # per page: about 15 MB of JPEGs, or less of texts
@@ -92,12 +93,8 @@ def folded_cards(cards: Sequence[str], attributes: str) -> str:
     html = f"<div {attributes}>{''.join(cards[:UNFOLDED])}</div>"
     if len(cards) > UNFOLDED:
         title = counted(len(cards) - UNFOLDED, "more prompt")
-        html += f"<details><summary>{title}</summary><div {attributes}>{''.join(cards[UNFOLDED:])}</div></details>"
+        html += html_details(title, f"<div {attributes}>{''.join(cards[UNFOLDED:])}</div>")
     return html
-
-
-def notes_html(notes: Sequence[str]) -> str:
-    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
 def _escape_text(text: str, most: int = MOST_TEXT) -> str:
@@ -235,7 +232,7 @@ def _sample_frame(kept: Kept, step: int, key: Key, movies: bool, room: Room) -> 
     if sample.damaged:
         html = DAMAGED
     elif sample.text is not None:
-        html = _sample_text(sample)
+        html = sample_text(sample)
     else:
         html = _sample_video(kept, step, sample, alt) if movies else ""
         html = html or image_html(kept.run.folder, f"{kept.folders[step]}/{sample.file}", alt, room)
@@ -246,16 +243,19 @@ def _sample_frame(kept: Kept, step: int, key: Key, movies: bool, room: Room) -> 
     return f'<div class="frame">{room.take(html)}{room.take(caption)}</div>'
 
 
-def _sample_text(sample: Sample) -> str:
-    """A text, or a conversation message by message with its summary."""
+def sample_text(sample: Sample) -> str:
+    """The HTML of a text, or a conversation message by message with its summary."""
     response = sample.text or ""
     is_empty = not response.strip() and sample.talk is None
     html = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{_escape_text(response)}</pre>"
     if sample.talk is not None:
         html, left = '<div class="talk">', MOST_TEXT
-        for number, (role, text) in enumerate(sample.talk):
+        talk = (
+            sample.talk[1:] if sample.talk[:1] == [("user", sample.key[1])] else sample.talk
+        )  # the card has the prompt
+        for number, (role, text) in enumerate(talk):
             if left <= 0:
-                html += f"<p class=n>{counted(len(sample.talk) - number, 'more message')}</p>"
+                html += f"<p class=n>{counted(len(talk) - number, 'more message')}</p>"
                 break
             html += f'<div class="said {"own" if role == "assistant" else ""}">'
             html += f"<span>{_escape_text(role, MOST_SHOWN)}</span><pre>{_escape_text(text, left)}</pre></div>"

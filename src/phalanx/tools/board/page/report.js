@@ -158,7 +158,7 @@
   function draw(chart, place, weight) {
     const columns = (isShown) => (chart.bars ? barColumns(chart, isShown) : lineColumns(chart, weight));
     const { series, bands } = chart.bars ? barSeries(chart) : lineSeries(chart);
-    series[0] = { label: "step", value: (_, step) => (step == null ? "–" : step) };
+    series[0] = { label: chart.axis, value: (_, step) => (step == null ? "–" : step) };
     const axis = { stroke: () => css("--soft"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false } };
     const font = "12px system-ui, sans-serif";
     const options = {
@@ -167,11 +167,11 @@
       series,
       bands,
       scales: {
-        x: { time: false, range: stepRange(chart) },
+        x: { time: false, range: stepRange(chart), ...(chart.axis === "k" ? { distr: 3, log: 2 } : {}) },
         y: { range: axisRange(chart) },
       },
       axes: [
-        { ...axis, font, size: 26, gap: 4, values: wholeLabels, grid: { show: false } },
+        { ...axis, font, size: 26, gap: 4, values: wholeLabels, grid: { show: false }, ...(chart.axis === "k" ? { splits: (plot) => plot.data[0] } : {}) },
         { ...axis, font, gap: 6, values: labels, size: axisWidth },
       ],
       cursor: { y: false, sync: { key: "steps" }, dataIdx: nearest, points: { size: 8 } },
@@ -221,7 +221,7 @@
     drawn = [];
     const places = [...document.querySelectorAll(".plot")];
     const smoothing = document.getElementById("smoothing");
-    const start = (k) => (drawn[k] = draw(charts[k], places[k], Number(smoothing.value)));
+    const start = (k) => (drawn[k] = draw(charts[k], places[k], Number(smoothing?.value ?? 0)));
     places.forEach((place, k) => {
       const folded = place.closest("details:not([open])"); // it has no width before it is opened
       if (folded === null) start(k);
