@@ -158,7 +158,7 @@ def _curves(part: Mapping[str, Any]) -> list[Chart]:
     charts, before = [], part.get("baseline", {}).get("scores")
     for name in shown_scores(part["scores"]):
         for kind in ("pass", "best", "majority"):
-            series = []
+            series = list[Series]()
             for label, scores in (("this model", part["scores"]), ("baseline", before)):
                 curve = _curve_at_k(label, (scores or {}).get(name, {}), kind, len(series))
                 if len(curve.points) > 1:

@@ -34,6 +34,8 @@ from phalanx.tools.board.comparison import (
 )
 from phalanx.tools.board.markup import document, html_details, html_table, notes_html, value_tile
 from phalanx.tools.board.rank_history import RankHistory
+from phalanx.tools.board.runs import is_run, run_folders, states
+from phalanx.tools.board.runs_page import RUNS_FILE, RunTable, table_page
 from phalanx.tools.board.samples import Room, samples_html
 
 REPORT_FILE = "report.html"
@@ -45,10 +47,16 @@ CONTENTS = {"samples": "Samples", "curves": "Curves", "ranks": "Ranks", "tables"
 def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     """Write a page about one or several runs and return its path.
 
-    The default path is `report.html`, or `comparison.html` for several runs, in the first run's folder. Raises
-    ValueError if one of `run_dirs` is not a run's folder.
+    The default path is `report.html`, or `comparison.html` for several runs, in the first run's folder; for a folder
+    that contains runs, `runs.html` in it, with a table. Raises ValueError if one of `run_dirs` is not a run's folder.
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
+    if len(folders) == 1 and not is_run(folders[0]) and any(run_folders(folders[0])):
+        table = RunTable(folders[0])
+        below = table.folders()
+        path = output or folders[0] / RUNS_FILE
+        replace_file(path, table_page(folders[0], table.data(states(list(below.values())), below))[0])
+        return path
     runs = [reader.read() for reader in run_readers(folders)]
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
     replace_file(path, page_of(runs)[0])
@@ -70,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="phalanx report", description="Write a page about a run, or one that compares several runs."
     )
-    parser.add_argument("run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run")
+    parser.add_argument(
+        "run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run, or a folder that contains runs"
+    )
     parser.add_argument(
         "-o",
         "--output",

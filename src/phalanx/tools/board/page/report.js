@@ -282,18 +282,22 @@
       return [card.textContent, ...later].join("\n").toLowerCase();
     };
     let texts = null; // of the cards, before the slider moves what their templates hold
-    const read = () => (texts ??= new Map([...part.querySelectorAll("figure")].map((card) => [card, textOf(card)])));
+    const cards = () => [...part.querySelectorAll("figure:not(.chart)")];
+    const read = () => (texts ??= new Map(cards().map((card) => [card, textOf(card)])));
     part.addEventListener("input", read, { capture: true, once: true });
     field.addEventListener("input", () => {
       const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
-      let shown = 0;
+      const prompts = new Set(); // one may have several cards, such as among the best
+      const shown = new Set();
       for (const [card, text] of read()) {
+        const prompt = card.querySelector("figcaption").textContent;
+        prompts.add(prompt);
         card.hidden = !words.every((word) => text.includes(word));
-        shown += !card.hidden;
+        if (!card.hidden) shown.add(prompt);
         const fold = card.closest("details");
         if (fold && words.length && !card.hidden) fold.open = true;
       }
-      field.nextElementSibling.value = words.length ? `${shown} of ${texts.size}` : "";
+      field.nextElementSibling.value = words.length ? `${shown.size} of ${prompts.size} prompts` : "";
     });
   }
 
