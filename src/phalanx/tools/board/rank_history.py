@@ -2,11 +2,10 @@
 for which others waited, and events. page/ranks.js draws the result on the live page and in the report.
 """
 
-import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -124,9 +123,10 @@ class RankHistory:
         self._due = end + PAUSE * max(end - begin - SOON_S, 0)
         return self._ranks
 
-    def data(self, step: int | None = None, done: int | None = None) -> dict[str, Any]:
+    def data(self, step: int | None = None, done: int | None = None, shown: Collection[str] = ()) -> dict[str, Any]:
         """The ranks, the timeline of a step (default: the last complete one) and the events, for page/ranks.js. done:
-        the last step with a row of metrics, if known; a later one was interrupted.
+        the last step with a row of metrics, if known; a later one was interrupted. shown: messages that the page shows
+        elsewhere.
 
         Times of ranks and events are those of time.time(); times of the timeline are seconds since its begin.
         """
@@ -135,7 +135,7 @@ class RankHistory:
         return {
             "now": time.time(),
             "ranks": ranks,
-            "events": _last_events(ranks, lines),
+            "events": _last_events(ranks, lines, shown),
             **self._step_timeline(ranks, lines, step, done),
         }
 
@@ -196,9 +196,12 @@ def _clip_span(line: Span, begin: float, end: float) -> tuple[float, float]:
     return round(max(line.begin - begin, 0.0), 5), round(min(line.end, end) - begin, 5)
 
 
-def _last_events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
+def _last_events(
+    ranks: list[dict[str, Any]], lines: dict[int, RankLines], shown: Collection[str]
+) -> list[dict[str, Any]]:
     """The last events of all ranks, ordered by time; the text of a start gives its number of ranks."""
-    events, size, told = [], None, dict[str, float]()
+    events, size, told = [], None, dict[str, list[float]]()
+    shown = [text[:LONGEST_EVENT] for text in shown]
     firsts: dict[str, int] = {}
     for state in ranks:
         firsts.setdefault(str(state.get("role")), state["rank"])
@@ -207,11 +210,12 @@ def _last_events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> li
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": line["event"], "text": line["text"]}
             # all ranks warn of the same, and end with the same error
-            is_repeated = bool(event["text"]) and abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
+            times = told.setdefault(event["text"], []) if event["text"] else []
+            is_repeated = any(abs(event["at"] - at) < TOGETHER_S for at in times)
             is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
-            if is_spoken_for or is_repeated:
+            if is_spoken_for or is_repeated or event["text"] in shown:
                 continue
-            told[event["text"]] = event["at"]
+            times.append(event["at"])
             if event["kind"] == "start":
                 event["text"] = f"{line['ranks']} ranks, the first on {line['host']}"
                 if size is not None:

@@ -153,7 +153,8 @@ def _run_ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
         return None
     data = []
     for run in runs:
-        data.append({"state": None, "done": run.last_step(), **RankHistory(run.folder).data(done=run.last_step())})
+        history = RankHistory(run.folder)
+        data.append({"state": None, "done": run.last_step(), **history.data(done=run.last_step(), shown=run.advice)})
     return data
 
 
@@ -233,11 +234,15 @@ def _throughput_tiles(run: Run) -> list[str]:
     for noun in ("images", "samples", "tokens"):
         rates = run.values(f"perf/{noun}_per_gpu_per_s")
         if rates:
-            tiles.append(value_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
+            tiles.append(value_tile("Throughput", _rate_text(median(rates)), f"{noun} per second and rank"))
     shares = run.values("perf/mfu")
     if shares:
         tiles.append(value_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
     return tiles
+
+
+def _rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if 1000 <= rate < 1e15 else f"{rate:.3g}"
 
 
 def _validation_tile(run: Run, name: str, points: Points) -> str:

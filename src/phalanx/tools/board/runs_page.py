@@ -29,7 +29,7 @@ MOST_CELL = 60  # characters
 
 @dataclass
 class Entry:
-    """What the table has of a run. `key`: of the files that were read; `reader` reads on while the run goes on."""
+    """The parts of a run in the table. `key`: of the files that were read; `reader` reads on while the run goes on."""
 
     key: str = ""
     changed: float = 0.0

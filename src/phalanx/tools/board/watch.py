@@ -50,7 +50,7 @@ class Watcher:
         self._histories = [RankHistory(folder) for folder in self.folders]
         self._readers, self._scaled = run_readers(self.folders), dict[tuple[int, ...], bytes]()
         self._lock, self._beats = threading.Lock(), Beats()  # each request is handled in a separate thread
-        self._read_runs()
+        self._runs = self._read_runs()
 
     def page(self, query: dict[str, str]) -> tuple[bytes, str]:
         """The page and its Content-Security-Policy."""
@@ -74,12 +74,14 @@ class Watcher:
             return self._rank_log(number, int(query.get("rank", "")))
 
     def _read_runs(self) -> list[Run]:
-        return [reader.read() for reader in self._readers]
+        self._runs = [reader.read() for reader in self._readers]
+        return self._runs
 
     def _rank_data(self, number: int, step: int | None) -> dict[str, Any]:
         folder = self.folders[number]
         rows = last_rows(folder)
-        data = self._histories[number].data(step, rows[-1]["step"] if rows else None)
+        advice = self._runs[number].advice
+        data = self._histories[number].data(step, rows[-1]["step"] if rows else None, advice)
         line = overview(folder, self._beats.state(folder), data["ranks"])
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
         return of_run | data
@@ -162,7 +164,7 @@ class FolderWatcher:
 
 
 def watcher_of(folders: Sequence[Path]) -> Watcher | FolderWatcher:
-    """What watches these runs, or the runs below a single folder. Raises ValueError for other folders."""
+    """A watcher of these runs, or of the runs below a single folder. Raises ValueError for other folders."""
     if len(folders) == 1 and not is_run(folders[0]) and any(run_folders(folders[0])):
         return FolderWatcher(folders[0])
     return Watcher(folders)
