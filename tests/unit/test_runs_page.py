@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,15 @@ def test_the_table_has_the_figures_and_the_settings_that_differ(tmp_path: Path) 
         os.utime(tmp_path / name / "metrics.jsonl", (1e9 - age, 1e9 - age))
     data = table_of(tmp_path)
     assert data["columns"] == [
-        *("run", "state", "changed", "test last", "test best", "training reward", "steps", "time", "tokens/s per rank"),
-        *("memory (GB)", "optim.lr", "optim.name", "trainer.seed"),
+        *("run", "state", "test last", "test best", "training reward", "steps", "time", "tokens/s per rank"),
+        *("memory (GB)", "optim.lr", "optim.name", "trainer.seed", "changed"),
     ]
     assert data["settings"] == 3
     one, two, three = data["rows"]
     elapsed = data["columns"].index("time")
-    assert [one[:2], *one[3:elapsed]] == [["one", "finished"], 0.375, 0.5, 0.75, 3]
-    assert one[elapsed + 1 :] == [20.0, 3.0, 0.1, "adam", 1.0]
-    assert [two[0], *two[3:elapsed], *two[elapsed + 1 :]] == [
+    assert [one[:2], *one[2:elapsed]] == [["one", "finished"], 0.375, 0.5, 0.75, 3]
+    assert one[elapsed + 1 : -1] == [20.0, 3.0, 0.1, "adam", 1.0]
+    assert [two[0], *two[2:elapsed], *two[elapsed + 1 : -1]] == [
         "deep/two",
         0.125,
         0.125,
@@ -57,9 +58,9 @@ def test_the_table_has_the_figures_and_the_settings_that_differ(tmp_path: Path) 
         "adam",
         1,
     ]
-    assert three[0] == "three" and three[3:6] == [None] * 3 and three[-3:] == [None, "lion", 2.0]
+    assert three[0] == "three" and three[2:5] == [None] * 3 and three[-4:-1] == [None, "lion", 2.0]
     assert data["curves"][0]["reward/mean"]["y"] == [0.5, 1.0, 0.75] and data["curves"][2] == {}
-    assert data["reports"] == [None] * 3
+    assert one[-1] == time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9)) and data["reports"] == [None] * 3
     write_report(tmp_path / "deep/two")
     assert table_of(tmp_path)["reports"] == [None, "deep/two/report.html", None]
 

@@ -74,7 +74,7 @@ class RunTable:
         return {str(folder.relative_to(self.root)): folder for folder in run_folders(self.root)}
 
     def data(self, states: Mapping[Path, str], folders: Mapping[str, Path]) -> dict[str, Any]:
-        """The table for page/runs.js: `columns`, of which the last `settings` are settings; `rows`, the newest first;
+        """The table for page/runs.js: `columns`, with `settings` settings before the last; `rows`, the newest first;
         `reports`, the address of the page of each run, if there is one; and `curves`, by metric, of each row.
         """
         entries = []
@@ -91,13 +91,14 @@ class RunTable:
             figures |= dict.fromkeys(name for name in entry.figures if not name.endswith(" first"))
         rows, reports, curves = list[list[Any]](), list[str | None](), list[dict[str, Any]]()
         for name, folder, entry in entries:
-            row = [name, states[folder], time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.changed))]
-            values = flat(entry.config)
-            rows.append([*row, *map(entry.figures.get, figures), *(_setting_cell(values.get(key)) for key in settings)])
+            row, values = [name, states[folder], *map(entry.figures.get, figures)], flat(entry.config)
+            for key in settings:
+                row.append(_setting_cell(values.get(key)))
+            rows.append([*row, time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.changed))])
             has_report = status_inside(folder, "report.html") is not None
             reports.append(f"{quote(name)}/report.html" if has_report else None)
             curves.append(entry.curves if len(curves) < MOST_CURVES else {})
-        columns = ["run", "state", "changed", *figures, *settings]
+        columns = ["run", "state", *figures, *settings, "changed"]
         return {"columns": columns, "settings": len(settings), "rows": rows, "reports": reports, "curves": curves}
 
 

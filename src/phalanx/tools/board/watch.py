@@ -52,8 +52,8 @@ class Watcher:
         self._lock, self._beats = threading.Lock(), Beats()  # each request is handled in a separate thread
         self._runs = self._read_runs()
 
-    def page(self, query: dict[str, str]) -> tuple[bytes, str]:
-        """The page and its Content-Security-Policy."""
+    def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
+        """The page and its Content-Security-Policy; the page of certain runs depends on no query."""
         with self._lock:
             return page_of(self._read_runs(), live=True, room=Room(scaled=self._scaled))
 
@@ -121,10 +121,10 @@ class FolderWatcher:
         self._table, self._beats, self._lock = RunTable(root), Beats(), threading.Lock()
         self._watchers: dict[tuple[str, ...], Watcher] = {}
 
-    def page(self, query: dict[str, str]) -> tuple[bytes, str]:
+    def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
         """The page of the folder or of runs, and its Content-Security-Policy."""
-        if "of" in query:
-            return self._watcher(query["of"]).page(query)
+        if query and "of" in query:
+            return self._watcher(query["of"]).page()
         with self._lock:
             return table_page(self._table.root, self._data(), live=True)
 

@@ -105,7 +105,7 @@
     line.setAttribute("role", "row");
     widths = table.columns.map((name, column) => {
       const longest = table.rows.slice(0, 200).reduce((most, row) => Math.max(most, shown(row[column], column).length), 0);
-      return Math.min(Math.max(longest, name.split(".").at(-1).length + 2, 5) * 8 + (column ? 22 : 48), column ? 340 : 400);
+      return Math.min(Math.max(longest, name.split(".").at(-1).length + 2, 5) * 7.5 + (column ? 22 : 48), column ? 340 : 400);
     });
     whole.style.width = `${widths.reduce((sum, width) => sum + width, 0)}px`;
     table.columns.forEach((name, column) => {
@@ -195,10 +195,10 @@
 
   // Runs by what differs between them: their settings, else their names.
   function namesOf(rows) {
-    const from = table.columns.length - table.settings;
+    const end = table.columns.length - 1;
     const names = rows.map((row) => {
       const parts = [];
-      for (let column = from; column < table.columns.length; column++) {
+      for (let column = end - table.settings; column < end; column++) {
         if (rows.some((other) => table.rows[other][column] !== table.rows[row][column])) {
           parts.push(`${table.columns[column].split(".").at(-1)}=${shown(table.rows[row][column], column)}`);
         }
