@@ -1,5 +1,6 @@
 """The pages that commands write, including texts that contain markup, in a browser."""
 
+import json
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from phalanx.run.telemetry.run_folder import LONGEST_EVENT
 from phalanx.telemetry.records import Record
 from phalanx.tools.board.evaluation import Wanted, result_of
 from phalanx.tools.board.evaluation_page import Side, write_page
@@ -79,6 +81,14 @@ def test_a_report_of_a_finished_run(tmp_path: Path, visitor: Visitor) -> None:
     expect(page.locator("#ranks input[type=range]")).to_be_disabled()
     expect(page.locator("#ranks .log")).to_have_count(0)
 
+    top, parts = 0.0, page.locator("nav a").evaluate_all("links => links.map((link) => link.hash)")
+    assert parts == ["#samples", "#curves", "#ranks", "#tables"]
+    for part in parts:  # in the order in which they are listed
+        box = page.locator(part).bounding_box()
+        assert box is not None and box["y"] > top
+        top = box["y"]
+    assert page.evaluate("JSON.parse(document.getElementById('of-ranks').textContent)[0].step") == 2
+
     page.locator(".side img").first.focus()  # enlarged, flipped and closed without a mouse
     page.keyboard.press("Enter")
     dialog = page.locator("dialog")
@@ -110,7 +120,12 @@ def test_a_report_without_scripts(tmp_path: Path, visitor: Visitor) -> None:
 def test_written_pages_fit(tmp_path: Path, device: dict[str, Any], scheme: str, visitor: Visitor) -> None:
     word = "word" * 100
     runs = [a_run(tmp_path / name, word[:60]) for name in ("one", "two")]
-    for path in (write_report(runs[0]), write_report(*runs), an_evaluation(tmp_path / "evaluation", word)):
+    for path in (
+        write_report(runs[0]),
+        write_report(*runs),
+        write_report(tmp_path),
+        an_evaluation(tmp_path / "evaluation", word),
+    ):
         page = visitor.open(path, scheme, **device)
         unfold(page)
         check_looks(page, scheme)
@@ -119,18 +134,23 @@ def test_written_pages_fit(tmp_path: Path, device: dict[str, Any], scheme: str, 
 def test_texts_run_nothing_and_ask_for_nothing(tmp_path: Path, visitor: Visitor, serve: Any) -> None:
     """On the live page, initially and after an update, in the report, the comparison and an evaluation's page."""
     one, two = a_run(tmp_path / "one", EVIL), a_run(tmp_path / "two", EVIL)
+    for folder in (one, two):  # JSON is YAML
+        config = {"trainer": {"experiment_name": EVIL}, "model": {"path": f"{EVIL}{folder.name}", EVIL: folder.name}}
+        (folder / "config.yaml").write_text(json.dumps(config | {"optim": {f"x{k}": folder.name for k in range(4)}}))
     (one / "running.json").write_text('{"beat": 1, "token": "t", "pid": 1, "host": "h"}')
-    addresses = [serve(one).url, serve(one, two).url, write_report(one), write_report(one, two)]
+    addresses = [serve(one).url, serve(one, two).url, write_report(one), write_report(one, two), write_report(tmp_path)]
+    addresses.append(serve(tmp_path).url)
     for address in [*addresses, an_evaluation(tmp_path / "evaluation", EVIL)]:
         page = visitor.open(address)
-        expect(page.get_by_text(EVIL, exact=False).first).to_be_attached()
-        if isinstance(address, str):
+        expect(page.get_by_text(EVIL[:20], exact=False).first).to_be_attached()
+        if isinstance(address, str) and page.locator("#ranks").count():
             expect(page.locator("#ranks .log")).to_have_text(f"rank 0 begins\n{EVIL}\n")
-            expect(page.locator("#ranks .events")).to_contain_text(EVIL)
+            expect(page.locator("#ranks .events")).to_contain_text(EVIL[:LONGEST_EVENT])
         unfold(page)
         page.wait_for_timeout(300)
         assert page.evaluate("window.ran") is None
-        assert page.locator("iframe, object, form, link, base, svg, a[href], video").count() == 0
+        link = "a[href]:not([href^='#']):not([href$='/report.html']):not([href^='/?of='])"  # to parts, and to runs
+        assert page.locator(f"iframe, object, form, link, base, svg, {link}, video").count() == 0
 
 
 def test_what_the_checks_would_see(browser: Browser, tmp_path: Path) -> None:

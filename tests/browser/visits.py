@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, Dialog, Page
 
-from phalanx.tools.board.watch import Server, Watcher
+from phalanx.tools.board.watch import Server, watcher_of
 
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 3, "is_mobile": True}
@@ -83,7 +83,7 @@ class Site:
     """A server of `phalanx watch`."""
 
     def __init__(self, *folders: Path, token: str | None = None, port: int = 0) -> None:
-        self.server = Server(Watcher(folders), "127.0.0.1", port, token)
+        self.server = Server(watcher_of(folders), "127.0.0.1", port, token)
         self.url, self.port = self.server.url, self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -105,3 +105,24 @@ def check_looks(page: Page, scheme: str) -> None:
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 20
     assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []
+
+
+def frame_ms(page: Page, act: str, frames: int = 60) -> float:
+    """Milliseconds of a processor that the page's main thread takes per frame: for scripts, style, layout and painting,
+    without what the thread waits for where the machine is loaded. act: a function in JavaScript of the frame's number.
+    """
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    seconds = []
+    for count in (5, frames):  # the first frames warm up
+        before = _task_seconds(session)
+        script = "for (let k = 0; k < {count}; k++) {{ ({act})(k); await new Promise(requestAnimationFrame); }}"
+        page.evaluate(f"async () => {{ {script.format(count=count, act=act)} }}")
+        seconds.append(_task_seconds(session) - before)
+    session.detach()
+    return 1000 * seconds[-1] / frames
+
+
+def _task_seconds(session: Any) -> float:
+    values = {metric["name"]: metric["value"] for metric in session.send("Performance.getMetrics")["metrics"]}
+    return float(values["TaskDuration"])

@@ -1,15 +1,18 @@
 """The records of an evaluation, and their statistics, tables and pages."""
 
+import itertools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phalanx.config.lm import LMDataConfig, LMTurnRunConfig
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.config.trained_model import LMModelConfig
+from phalanx.functional.statistics import mean_interval
 from phalanx.rewards.base import GivesAnswers
 from phalanx.run.exporting import Trained
 from phalanx.run.rules import load_config
@@ -179,14 +182,66 @@ def test_rewards_give_answers_that_are_the_same_text() -> None:
     assert (gsm8k.answer("18"), maths.answer("18"), dapo.answer("18")) == (None, None, None)
 
 
-def test_a_page_without_scripts(tmp_path: Path) -> None:
+def test_a_page_that_needs_no_scripts(tmp_path: Path) -> None:
     now, before = records([1.0, 1.0], [0.0, 0.0]), records([0.0, 1.0], [0.0, 0.0])
     result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
     page = Page(write_page(tmp_path, result, Side(now, tmp_path), Side(before, tmp_path / "baseline")))
     assert "<b>prompt 0</b>" in page.text and "Evaluation of tiny" in page.text
-    assert not [tag for tag, _ in page.tags if tag == "script"]
+    assert len(page.all("script")) == 3  # the curves, uPlot and ours
     for words in ("Student's t", "mean before", "Highest rewards", "By group", "against base"):
         assert words in page.text
+
+
+def test_the_page_has_a_row_for_each_number_and_curves_over_k(tmp_path: Path) -> None:
+    rows = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0.0] * 4]
+    now, before = records(*rows), records(*[[0.0, 0.0, 1.0, 0.0]] * 3)
+    result = result_of(now, Wanted(), HEAD | {"baseline": "base"}, before)
+    page = Page(write_page(tmp_path, result, Side(now, tmp_path), Side(before, tmp_path)))
+    words = page.words()
+    assert "statistic value baseline difference prompts mean = avg@4 = pass@1 0.3333 [" in words
+    assert "pass@1" not in words.replace("avg@4 = pass@1", "") and words.count("mean = avg@4") == 1
+    assert words.count("Wilson's") == words.count("Tango's") == 1
+    chart = page.charts()[0]
+    assert chart["axis"] == "k" and [series["label"] for series in chart["series"]] == ["this model", "baseline"]
+    for series, samples in zip(chart["series"], (rows, [[0.0, 0.0, 1.0, 0.0]] * 3), strict=True):
+        assert series["x"] == [1, 2, 4]
+        for k, value, half, low in zip(series["x"], series["y"], series["band"], series["low"], strict=True):
+            passes = []  # of all choices of k samples, those with one that passes
+            for row in samples:
+                passes += [[max(chosen) for chosen in itertools.combinations(row, k)]]
+            rates = np.array([np.mean(each) for each in passes])
+            estimate = mean_interval(rates, True)
+            bounds = (estimate.low, estimate.high)
+            assert value == pytest.approx(rates.mean(), abs=1e-5) and (low, low + 2 * half) == pytest.approx(
+                bounds, abs=1e-5
+            )
+    kinds = [tag.get("class", "") for tag in page.all("td")]
+    assert "better" not in kinds and "worse" not in kinds and "tie" in kinds
+
+
+def test_a_difference_beyond_its_interval_is_better(tmp_path: Path) -> None:
+    now, before = records(*[[1.0, 1.0]] * 30), records(*[[0.0, 0.0]] * 30)
+    for one, two, kind in ((now, before, "better"), (before, now, "worse")):
+        result = result_of(one, Wanted(), HEAD | {"baseline": "base"}, two)
+        page = Page(write_page(tmp_path, result, Side(one, tmp_path), Side(two, tmp_path)))
+        assert f"tile {kind}" in [tag.get("class") for tag in page.all("div")]
+        assert {tag["class"] for tag in page.all("td") if tag.get("data-name") == "difference"} == {kind}
+
+
+def test_a_conversation_is_shown_whole(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "prompt 0"}]
+    for turn in range(40):
+        messages += [
+            {"role": "assistant", "content": f"call {turn}"},
+            {"role": "tool", "content": f"{'x' * 200} {turn}"},
+        ]
+    rows = [record(i, 0, float(i)) | {"messages": messages} for i in range(2)]
+    for row in rows:
+        row |= {"turns": 40, "tool_calls": 40, "ended": "done", "turn_rewards": [], "columns": {"ground_truth": "<7>"}}
+    page = Page(write_page(tmp_path, result_of(rows, Wanted(), HEAD), Side(rows, tmp_path), None))
+    assert all(f"assistant call {turn} tool {'x' * 200} {turn}" in page.words() for turn in range(40))
+    assert "40 turns; 40 calls; ended: done" in page.words() and "ground truth: <7>" in page.words()
+    assert "damaged" not in page.words()
 
 
 def test_a_baseline_folder_has_whole_weights(lm_folder: Path) -> None:

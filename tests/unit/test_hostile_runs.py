@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.telemetry.records import Record
 from phalanx.tools.board import report, runs
-from phalanx.tools.board.watch import Watcher
+from phalanx.tools.board.watch import FolderWatcher, Watcher
 from tests.helpers.hostile import RUNS, SECRET, digest, in_child, png, rows
 from tests.helpers.pages import EVIL, Page, add_ranks, logger, run
 
@@ -52,6 +52,8 @@ def use(folder: Path) -> list[str]:
         shown.append(page.read_text())
         if page.stat().st_size < 1 << 20:
             Page(page)
+    table = FolderWatcher(folder.parent)
+    shown += [table.page()[0].decode(), json.dumps(table.ask("/table", {}), allow_nan=False)]
     try:
         watcher = Watcher([folder])
     except (ValueError, OSError) as error:

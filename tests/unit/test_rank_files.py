@@ -81,7 +81,7 @@ def test_the_files_stay_short(world: World, tmp_path: Path, monkeypatch: pytest.
             with timers("rollout"):
                 print(f"line {step}")
             if step % 50 == 49:
-                files._flush_queue()
+                files.flush()
     for ending in ("jsonl", "log"):
         assert 1000 < (tmp_path / "ranks" / f"0.{ending}").stat().st_size < 8000
     steps = [line["step"] for line in lines(tmp_path) if "phase" in line]
@@ -127,8 +127,8 @@ def test_many_ranks_write_their_state_less_often_and_what_is_rare_at_once(
 def test_a_disk_that_refuses_them_ends_no_job(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "ranks").write_text("in the way")
     with RankFiles(tmp_path, world, Timers(), None) as files:
-        files._flush_queue()
-        files._flush_queue()
+        files.flush()
+        files.flush()
     assert [record.message for record in caplog.records if "phalanx watch cannot show" in record.message] != []
     assert len(caplog.records) == 1
 

@@ -85,6 +85,22 @@ def test_events_are_told_once(tmp_path: Path) -> None:
     assert kinds[len(first) :] == [("restart", 0, "3 ranks, the first on b (before: 4 ranks)"), ("stopped", 0, "why")]
 
 
+def test_a_message_is_shown_once(tmp_path: Path) -> None:
+    """One that several ranks log within a minute, and one that the page has already."""
+    for rank in range(3):
+        lines = [{"event": "warning", "at": at, "text": "slow"} for at in (10 + rank, 200)]
+        write(tmp_path, rank, [*lines, {"event": "warning", "at": 20, "text": "nothing to learn from" + "x" * 600}])
+    events = RankHistory(tmp_path).data(shown=["nothing to learn from" + "x" * 600])["events"]
+    assert [(event["at"] - 1000, event["text"]) for event in events] == [(10, "slow"), (200, "slow")]
+
+
+def test_the_timeline_is_that_of_the_last_complete_step(tmp_path: Path) -> None:
+    """A step without a row of metrics was interrupted: the job has ended in its middle."""
+    lines = [phase("rollout", 1, 0, 1), phase("update", 1, 1, 3), phase("rollout", 2, 3, 3.5)]
+    write(tmp_path, 0, lines, ranks=1, step=2, ended="failed")
+    assert [RankHistory(tmp_path).data(done=done)["step"] for done in (None, 2, 1, 0)] == [2, 2, 1, 1]
+
+
 def test_each_role_tells_its_own_events(tmp_path: Path) -> None:
     """Rank 0 samples and validates; the rank that trains saves checkpoints and reports at the end what was saved."""
     ends = ["what is kept is said elsewhere", "checkpoints/step_1 is kept", "checkpoints/step_1 is kept"]

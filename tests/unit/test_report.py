@@ -17,7 +17,7 @@ from PIL import Image
 from phalanx.telemetry.records import Record
 from phalanx.tools.board.charts import MAX_BARS, MAX_POINTS
 from phalanx.tools.board.report import main, write_report
-from phalanx.tools.board.samples import BEST, MAX_CARDS, MAX_SAMPLES
+from phalanx.tools.board.samples import BEST, MAX_CARDS, MAX_SAMPLES, MAX_TEXT_CARDS, UNFOLDED
 from phalanx.zoo.loggers.console import shown_keys
 from tests.helpers.logs import prompt_image, talk
 from tests.helpers.pages import Page, logger, picture, run, steps_of
@@ -91,7 +91,7 @@ def test_it_needs_no_network_and_describes_its_charts(tmp_path: Path) -> None:
     page = Page(write_report(run(tmp_path)))
     assert page.all("link") == page.all("iframe") == []
     sources = [value for _, attributes in page.tags for key, value in attributes.items() if key in ("src", "href")]
-    assert all(source.startswith("data:") for source in sources)
+    assert all(source.startswith(("data:", "#")) for source in sources)
     (style,) = re.findall(r"<style>(.*?)</style>", page.source, re.DOTALL)
     assert not re.search(r"https?:|url\(|@import", style)
     assert "prefers-color-scheme:dark" in style
@@ -136,7 +136,7 @@ def test_conversations_are_shown_message_by_message(tmp_path: Path) -> None:
         'user 2 * 3? assistant calc({"expression": "2 * 1"}) tool calc 2 assistant so </pre><script>alert(1)</script> '
         "2 turns; 1 call; 0.25 s in the environment; rewards 0, 0.5; ended: done Step 0 0.500"
     )
-    assert f"2 * 3? {talked}" in page.words()
+    assert f"2 * 3? {talked}" in page.words()  # the user's message is the prompt, which is not repeated
     assert len(page.all("script")) == 3  # the data, uPlot, and ours
     titles = ["Turns and calls per sample", "Reward by number of turns", "Validation reward by number of turns"]
     assert all(title in page.words() for title in titles)
@@ -244,7 +244,9 @@ class TestMissingPieces:
     def test_no_rows(self, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").touch()
         words = Page(write_report(tmp_path)).words()
-        assert words.startswith(f"{tmp_path.name} Training steps 0 metrics.jsonl has no rows yet.")
+        assert words.startswith(
+            f"{tmp_path.name} Samples Curves Figures and settings Training steps 0 metrics.jsonl has no rows yet."
+        )
         assert "No validation samples were kept (trainer.log_val_generations, images/ or samples/)." in words
         assert "There is nothing to draw." in words
         assert "There is no config.yaml in the folder." in words
@@ -283,8 +285,13 @@ class TestMissingPieces:
             for name, word in ("a", "same"), ("b", "new"):
                 log.records(0, name, [Record("same", 0.5, picture(0), i) for i in range(MAX_CARDS + 3)])
                 log.records(1, name, [Record(word, 0.5, picture(0), i) for i in range(MAX_CARDS + 3)])
+            texts = [Record(f"p{i}", 0.5, "text", i) for i in range(MAX_TEXT_CARDS + 5)]
+            log.records(0, "texts", texts)
             log.log(1, {"reward/mean": 0.5})
         page = Page(write_report(tmp_path))
+        assert f"{MAX_TEXT_CARDS} of {MAX_TEXT_CARDS + 5} prompts are shown." in page.words()
+        folds = f"{MAX_CARDS - UNFOLDED} more prompts", f"{MAX_TEXT_CARDS - UNFOLDED} more prompts"
+        assert [page.words().count(fold) for fold in folds] == [1, 1]
         assert len(page.all("img")) == 2 * MAX_CARDS + 4 * BEST
         assert f"{MAX_CARDS} of {MAX_CARDS + 3} prompts are shown." in page.words()
         assert "b: step 0 to 1 The validations have no prompt in common." in page.words()
@@ -371,7 +378,8 @@ class TestSteps:
     def test_a_slider_goes_through_the_validations(self, tmp_path: Path) -> None:
         page = Page(write_report(steps_of(tmp_path, "ocr", 4, 1)))
         (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
-        assert slider["data-steps"] == "1,2,3"  # step 0 is always shown beside them
+        assert slider["data-steps"] == "1,2,3"  # beside them stands step 0, or another that is chosen
+        assert "beside step 0 1 2 3 p0" in page.words()
         assert (slider["min"], slider["max"], slider["value"]) == ("0", "2", "2")
         assert [tag["data-step"] for tag in page.all("div") if "data-step" in tag] == ["0", "3"]
         waiting = re.findall(r'<template data-step="(.)">.*?<span>Step (.)</span><b>(.).000</b>', page.source)

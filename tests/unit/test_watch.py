@@ -179,7 +179,7 @@ def test_what_is_loopback() -> None:
 
 
 def test_a_job_that_falls_silent_is_dead(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SILENCE_S", 0.3)
+    monkeypatch.setattr(runs, "SILENCE_S", 0.3)
     for beat in range(3):
         (tmp_path / "run" / "running.json").write_text(json.dumps({"beat": beat, "token": "t"}))
         time.sleep(0.2)

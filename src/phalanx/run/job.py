@@ -161,7 +161,10 @@ class Job:
             raise
         except Stopped as stop:
             raise self._save_stopped(stop) from None
+        self.rank_files.end("finished")  # the report shows the last step of all ranks
         self.sampling.end()
+        if self.world.link is None:
+            dist.barrier()
         self.world.watch.close()
         if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
             raise JobError("the last checkpoint was not written; free disk space, and run the same command again")

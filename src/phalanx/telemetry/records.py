@@ -168,7 +168,8 @@ def as_text(messages: Sequence[dict[str, Any]]) -> str:
 def summary(conversation: dict[str, Any]) -> str:
     """Summarize a conversation: `3 turns; 2 calls; 0.12 s in the environment; rewards 0, 0, 1; ended: done`."""
     parts = [counted(conversation["turns"], "turn"), counted(conversation["tool_calls"], "call")]
-    parts.append(f"{conversation['environment_seconds']:.2g} s in the environment")
+    if conversation.get("environment_seconds", 0) >= 0.001:  # an evaluation keeps none: its records are reproducible
+        parts.append(f"{conversation['environment_seconds']:.2g} s in the environment")
     rewards = [f"{reward:.4g}" for reward in conversation["turn_rewards"]]
     if rewards:
         parts.append(f"rewards {', '.join(rewards)}")

@@ -65,10 +65,10 @@ class Worker(ABC):
 
     def run(self, report: object = None) -> None:
         """Work until the actor, whose `report` it is, ends the job."""
-        with RankFiles(Path(self.cfg.trainer.output_dir), self.world, self.timers, None):
-            self._follow_orders()
+        with RankFiles(Path(self.cfg.trainer.output_dir), self.world, self.timers, None) as files:
+            self._follow_orders(files)
 
-    def _follow_orders(self) -> None:
+    def _follow_orders(self, files: RankFiles) -> None:
         """Follow the actor's orders, each with the weights sent with it."""
         link, trained = self.link, self.policy.trained
         link.meet()  # as in Job.run
@@ -87,6 +87,7 @@ class Worker(ABC):
             with self.timers("sync"):
                 trained.take(link.receive_weights(trained.shapes))
             self.work(order)
+        files.flush()  # the actor's report shows the last step of this rank, too
         link.part(self.world.watch)
         stop_world()
         if order.stop:

@@ -89,16 +89,21 @@ class RankFiles:
     ) -> None:
         end = "finished" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
         text = "" if error is None else exit.hide(str(error) or type(error).__name__)
-        self._events.append({"event": end, "at": time.time(), "text": text[:LONGEST_EVENT]})
-        self._state["ended"] = end
         logging.getLogger().removeHandler(self._handler)
         for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
             current = sys.stdout if name == "stdout" else sys.stderr
             if isinstance(current, _Copy):  # the progress line may have replaced the stream since
                 setattr(sys, name, stream)
-        self._flush_queue()
+        self.end(end, text)
         if error is None:  # after an error, its report is still to be printed and copied
             self.close()
+
+    def end(self, word: str, text: str = "") -> None:
+        """Write what is queued, and how the job has ended; once for each way."""
+        if self._state.get("ended") != word:
+            self._events.append({"event": word, "at": time.time(), "text": text[:LONGEST_EVENT]})
+            self._state["ended"] = word
+        self.flush()
 
     def close(self) -> None:
         """End the thread; nothing more is copied."""
@@ -119,9 +124,9 @@ class RankFiles:
         if not last or os.getpid() != self._state["pid"]:
             return
         self._events.append({"event": "said", "at": time.time(), "text": words[:LONGEST_EVENT]})
-        self._flush_queue()
+        self.flush()
 
-    def _flush_queue(self) -> None:
+    def flush(self) -> None:
         """Wait until the thread has written everything queued so far, for at most LAST_WORDS_S."""
         if threading.current_thread() is self._thread:
             return

@@ -46,12 +46,12 @@ class Series:
             _, data["low"] = _point_columns(thin(self.low, limit))
         return data
 
-    def summary(self) -> str:
-        """A description of the curve in words."""
+    def summary(self, axis: str) -> str:
+        """A description of the curve in words. axis: the name of what `points` calls steps."""
         (first, start), (last, end) = self.points[0], self.points[-1]
         low, high = min(self.points.values), max(self.points.values)
         return (
-            f"{self.label} from {start:.4g} at step {first} to {end:.4g} at step {last}, lowest {low:.4g}, "
+            f"{self.label} from {start:.4g} at {axis} {first} to {end:.4g} at {axis} {last}, lowest {low:.4g}, "
             f"highest {high:.4g}"
         )
 
@@ -62,7 +62,8 @@ class Chart:
 
     `band` is the metric for half the height of the band and `low` the one for its lower edge, if it is not that much
     below the curve, with {} for the label; `spread` describes the band in the caption. `bars` stacks the values of each
-    step. `plain` curves are not smoothed by the page, and their points are marked. `zero` starts the axis at 0.
+    step. `plain` curves are not smoothed by the page, and their points are marked. `zero` starts the axis at 0. `axis`:
+    step, or k for numbers of samples on a logarithmic axis.
     """
 
     title: str
@@ -74,6 +75,7 @@ class Chart:
     bars: bool = False
     plain: bool = False
     zero: bool = False
+    axis: str = "step"
     series: list[Series] = field(default_factory=list)
 
     @property
@@ -82,14 +84,14 @@ class Chart:
 
     def data(self) -> dict[str, Any]:
         """The chart in the format of page/report.js."""
-        looks = {"bars": self.bars, "plain": self.plain, "zero": self.zero}
+        looks = {"bars": self.bars, "plain": self.plain, "zero": self.zero, "axis": self.axis}
         return looks | {"series": [series.data(self.limit) for series in self.series]}
 
     def html(self) -> str:
         """The <figure>. The script draws into `.plot`, which contains a description until then and as its label."""
         notes, summaries, longest = [self.note], [], 0
         for series in self.series:
-            summaries.append(series.summary())
+            summaries.append(series.summary(self.axis))
             longest = max(longest, len(series.points))
             if series.band and len(notes) == 1:
                 notes.append(f"The band is {self.spread}.")

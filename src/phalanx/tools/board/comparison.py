@@ -1,14 +1,85 @@
-"""The table at the top of a comparison page: one row per run, with differences to the first run."""
+"""Runs beside each other: their names, their figures, and whether two validations differ by more than chance."""
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from html import escape
 from statistics import median
+from typing import Any, NamedTuple
 
+from phalanx.config.load import flat
+from phalanx.config.messages import cut
 from phalanx.run.telemetry.run_folder import Run
 from phalanx.telemetry.loggers import LOSS
 
 TIME = "time"
+MOST_NAMED = 3  # settings in the name of a run
+MOST_SETTING = 24  # characters of a setting's value in it
+SEED = "trainer.seed"  # the other settings of the trainer say where files go, and how often
+
+
+class Bounds(NamedTuple):
+    """A value with the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def validation_bounds(run: Run, name: str, step: int) -> Bounds | None:
+    """The mean reward on a validation set at a step; None if the run logged no interval, as for a single prompt."""
+    key = f"val/{name}/reward"
+    value, half, low = (dict(run.points(f"{key}/{end}")).get(step) for end in ("mean", "ci95", "ci95_low"))
+    if value is None or half is None:
+        return None
+    low = value - half if low is None else low  # runs of earlier versions have none
+    return Bounds(value, low, low + 2 * half)
+
+
+def difference_of(after: Bounds, before: Bounds) -> Bounds:
+    """The difference of two means and its interval, from those of the means, as if they were independent: Zou and
+    Donner's MOVER. Two validations share their prompts, so their difference is at least this certain.
+    """
+    value = after.value - before.value
+    low = value - math.hypot(after.value - after.low, before.high - before.value)
+    return Bounds(value, low, value + math.hypot(after.high - after.value, before.value - before.low))
+
+
+def verdict(difference: Bounds) -> str:
+    """`better`, `worse`, or `tie` if the interval contains 0. The first two are classes of page/report.css."""
+    return "better" if difference.low > 0 else "worse" if difference.high < 0 else "tie"
+
+
+def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """The settings whose values differ, with the value of each run; "-" for one that has none."""
+    settings, differing = list(map(flat, configs)), dict[str, list[str]]()
+    for key in dict.fromkeys(key for setting in settings for key in setting):
+        values = [setting.get(key, "-") for setting in settings]
+        if len(set(values)) > 1:
+            differing[key] = values
+    return differing
+
+
+def labels_of(configs: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """The names of runs: the settings by which they differ, such as `lr=0.001`, if these are few; else `names`, those
+    of their folders.
+    """
+    differing = {}
+    for key, values in differing_settings(configs).items():
+        if key == SEED or not key.startswith("trainer."):
+            differing[key] = values
+    if not all(configs) or not 0 < len(differing) <= MOST_NAMED:
+        return list(names)
+    shorts = [key.rpartition(".")[2] for key in differing]
+    labels = []
+    for place, name in enumerate(names):
+        parts = []
+        for short, (key, values) in zip(shorts, differing.items(), strict=True):
+            if values[place] != "-":
+                parts.append(f"{short if shorts.count(short) == 1 else key}={cut(values[place], MOST_SETTING)}")
+        labels.append((", ".join(parts) or name, name))
+    alike = [label for label, _ in labels]
+    return [label if alike.count(label) == 1 else f"{label} ({name})" for label, name in labels]
 
 
 def comparison_table(runs: Sequence[Run]) -> str:
@@ -22,9 +93,13 @@ def comparison_table(runs: Sequence[Run]) -> str:
     for run, row in zip(runs, figures, strict=True):
         html += f"<tr><th scope=row>{escape(run.label)}</th>"
         for name in columns:
-            html += f"<td>{_figure_cell(name, row.get(name), None if row is figures[0] else figures[0].get(name))}</td>"
+            first = None if row is figures[0] else figures[0].get(name)
+            html += f"<td>{_figure_cell(name, row.get(name), first, _difference(run, runs[0], name))}</td>"
         html += "</tr>"
-    note = f"Small figures are differences to {runs[0].label}. Throughput is the median over the steps."
+    note = (
+        f"Small figures are differences to {runs[0].label}; those of validations are coloured beyond their 95 % "
+        "interval, and a tie within. Throughput is the median over the steps."
+    )
     return f"{html}</tbody></table></div><p class=n>{escape(note)}</p></section>"
 
 
@@ -51,7 +126,22 @@ def figures_of(run: Run) -> dict[str, float]:
     return figures
 
 
-def _figure_cell(name: str, value: float | None, first: float | None) -> str:
+def _difference(run: Run, other: Run, column: str) -> Bounds | None:
+    """The difference of two runs in a column of first or last validations, if both have its interval. The best of
+    several validations has none.
+    """
+    name, _, which = column.rpartition(" ")
+    if which not in ("first", "last") or run is other:
+        return None
+    ends = []
+    for each in (run, other):
+        points = each.validations().get(name)
+        ends.append(validation_bounds(each, name, points[0 if which == "first" else -1][0]) if points else None)
+    after, before = ends
+    return None if after is None or before is None else difference_of(after, before)
+
+
+def _figure_cell(name: str, value: float | None, first: float | None, difference: Bounds | None) -> str:
     """A figure and its difference to that of the first run."""
     if value is None:
         return "-"
@@ -59,8 +149,8 @@ def _figure_cell(name: str, value: float | None, first: float | None) -> str:
     if first is None:
         return text
     change = value - first
+    shown = f"{change:+.3g}"
     if name == TIME:
-        difference = f"{'-' if change < 0 else '+'}{timedelta(seconds=round(abs(change)))}"
-    else:
-        difference = f"{change:+.3g}"
-    return f"{text} <small>{difference}</small>"
+        shown = f"{'-' if change < 0 else '+'}{timedelta(seconds=round(abs(change)))}"
+    kind = "" if difference is None else verdict(difference)
+    return f'{text} <small class="{kind}">{shown}{" tie" if kind == "tie" else ""}</small>'

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from phalanx.tools.board.report import _html_details, _html_table, _read_asset, _security_policy, _value_tile, document
-from phalanx.tools.board.samples import notes_html
+from phalanx.tools.board.markup import document, html_details, html_table, notes_html, value_tile
 
 COLUMNS = ("median", "p99", "largest", "k3", "actions_clipped", "samples_clipped")
 TITLES = ["|ratio - 1|: median", "99 %", "largest", "KL", "actions beyond the clip range", "samples with one"]
@@ -33,22 +32,22 @@ def numerics_page(result: Mapping[str, Any]) -> bytes:
         "s to replay",
         "peak GB",
     ]
-    body.append(_html_table(["job", *TITLES, *beside], rows) + notes_html(NOTES) + "</section>")
+    body.append(html_table(["job", *TITLES, *beside], rows) + notes_html(NOTES) + "</section>")
     for name, job in jobs.items():
         table = [[_place(part), *_cells(part)] for part in job["positions"]]
-        content = _html_table([job["unit"], *TITLES], table)
-        content += _html_table(["old log-probabilities", *TITLES], [["of the loss", *_cells(job["old"])]])
+        content = html_table([job["unit"], *TITLES], table)
+        content += html_table(["old log-probabilities", *TITLES], [["of the loss", *_cells(job["old"])]])
         content += notes_html([" ".join(result["keys"][name]) or "As configured."])
-        body.append(_html_details(name, content, is_open=job is base))
+        body.append(html_details(name, content, is_open=job is base))
     footer = "Made by <code>phalanx numerics</code>; the numbers are also in numerics.json."
-    return document("Check of numerics", facts, body, footer, _security_policy([]), _read_asset("report.css"))
+    return document("Check of numerics", facts, body, footer)[0]
 
 
 def _tiles(job: Mapping[str, Any]) -> str:
     stats = job["sampler"]
-    tiles = _value_tile("largest |ratio - 1|", f"{stats['largest']:.1e}", f"the clip range is {job['clip_range']:g}")
-    tiles += _value_tile("beyond the clip range", f"{100 * stats['actions_clipped']:.3g} %", f"of {job['unit']}s")
-    return tiles + _value_tile("KL", f"{stats['k3']:.1e}", f"per {job['unit']}")
+    tiles = value_tile("largest |ratio - 1|", f"{stats['largest']:.1e}", f"the clip range is {job['clip_range']:g}")
+    tiles += value_tile("beyond the clip range", f"{100 * stats['actions_clipped']:.3g} %", f"of {job['unit']}s")
+    return tiles + value_tile("KL", f"{stats['k3']:.1e}", f"per {job['unit']}")
 
 
 def _cells(stats: Mapping[str, float]) -> list[str]:

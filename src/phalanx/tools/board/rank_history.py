@@ -2,11 +2,10 @@
 for which others waited, and events. page/ranks.js draws the result on the live page and in the report.
 """
 
-import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -27,8 +26,7 @@ SOON_S = 0.2  # in which all files are usually read; what it takes longer is fol
 PAUSE = 4  # times as long
 MAX_SPANS = 40_000  # of a timeline
 COMMON = {"start", "finished", "stopped"}  # events that all ranks share and that are shown once
-ENDS = {"said", "failed", "error"}  # events that are shown once if several ranks repeat their text within TOGETHER_S
-TOGETHER_S = 60.0
+TOGETHER_S = 60.0  # within which a text that several ranks repeat, or that one repeats as it ends, is one message
 NOTED = ("checkpoint", "validation")  # phases of the first rank of each role that are shown as events
 
 
@@ -125,8 +123,10 @@ class RankHistory:
         self._due = end + PAUSE * max(end - begin - SOON_S, 0)
         return self._ranks
 
-    def data(self, step: int | None = None) -> dict[str, Any]:
-        """The ranks, the timeline of a step (default: the last complete one) and the events, for page/ranks.js.
+    def data(self, step: int | None = None, done: int | None = None, shown: Collection[str] = ()) -> dict[str, Any]:
+        """The ranks, the timeline of a step (default: the last complete one) and the events, for page/ranks.js. done:
+        the last step with a row of metrics, if known; a later one was interrupted. shown: messages that the page shows
+        elsewhere.
 
         Times of ranks and events are those of time.time(); times of the timeline are seconds since its begin.
         """
@@ -135,12 +135,12 @@ class RankHistory:
         return {
             "now": time.time(),
             "ranks": ranks,
-            "events": _last_events(ranks, lines),
-            **self._step_timeline(ranks, lines, step),
+            "events": _last_events(ranks, lines, shown),
+            **self._step_timeline(ranks, lines, step, done),
         }
 
     def _step_timeline(
-        self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None
+        self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None, done: int | None
     ) -> dict[str, Any]:
         """The time window of a step on the first rank that trains, with the phases and waits of all ranks in it."""
         lead = next((state for state in ranks if state.get("role") == "actor"), None)
@@ -148,8 +148,9 @@ class RankHistory:
         steps = sorted({line.number for line in phases})
         if lead is None or not steps:
             return {"steps": [], "step": None, "spans": [], "waits": [], "blame": []}
-        if "ended" not in lead and len(steps) > 1 and lead.get("step") == steps[-1]:
-            steps = steps[:-1]  # the last step is still running
+        is_running = "ended" not in lead and lead.get("step") == steps[-1]
+        if len(steps) > 1 and (is_running or (done is not None and steps[-1] > done)):
+            steps = steps[:-1]  # the last step is still running, or was interrupted
         step = steps[-1] if step is None else min(max(step, steps[0]), steps[-1])
         of_step = [line for line in phases if line.number == step]
         newest = of_step[-1].start  # an earlier start of the job may have begun this step too
@@ -195,9 +196,12 @@ def _clip_span(line: Span, begin: float, end: float) -> tuple[float, float]:
     return round(max(line.begin - begin, 0.0), 5), round(min(line.end, end) - begin, 5)
 
 
-def _last_events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
+def _last_events(
+    ranks: list[dict[str, Any]], lines: dict[int, RankLines], shown: Collection[str]
+) -> list[dict[str, Any]]:
     """The last events of all ranks, ordered by time; the text of a start gives its number of ranks."""
-    events, size, told = [], None, dict[str, float]()
+    events, size, told = [], None, dict[str, list[float]]()
+    shown = [text[:LONGEST_EVENT] for text in shown]
     firsts: dict[str, int] = {}
     for state in ranks:
         firsts.setdefault(str(state.get("role")), state["rank"])
@@ -205,12 +209,13 @@ def _last_events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> li
     for rank, of_rank in lines.items():
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": line["event"], "text": line["text"]}
-            # all ranks end with the same error
-            is_repeated = abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
+            # all ranks warn of the same, and end with the same error
+            times = told.setdefault(event["text"], []) if event["text"] else []
+            is_repeated = any(abs(event["at"] - at) < TOGETHER_S for at in times)
             is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
-            if is_spoken_for or (event["kind"] in ENDS and is_repeated):
+            if is_spoken_for or is_repeated or event["text"] in shown:
                 continue
-            told[event["text"]] = event["at"]
+            times.append(event["at"])
             if event["kind"] == "start":
                 event["text"] = f"{line['ranks']} ranks, the first on {line['host']}"
                 if size is not None:

@@ -6,8 +6,6 @@ JavaScript it still shows samples and tables.
 """
 
 import argparse
-import base64
-import hashlib
 import json
 import re
 import sys
@@ -15,35 +13,50 @@ import webbrowser
 from collections.abc import Sequence
 from datetime import timedelta
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from phalanx.config.files import replace_file
 from phalanx.config.inside import list_inside, status_inside
-from phalanx.config.load import flat
 from phalanx.config.messages import cut
 from phalanx.run.telemetry.curves import Points
-from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader
+from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader, read_config
 from phalanx.telemetry.loggers import LOSS
 from phalanx.tools.board.charts import Chart, charts_of, constants_of
-from phalanx.tools.board.comparison import comparison_table
+from phalanx.tools.board.comparison import (
+    comparison_table,
+    difference_of,
+    differing_settings,
+    labels_of,
+    validation_bounds,
+    verdict,
+)
+from phalanx.tools.board.markup import document, html_details, html_table, notes_html, value_tile
 from phalanx.tools.board.rank_history import RankHistory
-from phalanx.tools.board.samples import Room, notes_html, samples_html
+from phalanx.tools.board.runs import is_run, run_folders, states
+from phalanx.tools.board.runs_page import RUNS_FILE, RunTable, table_page
+from phalanx.tools.board.samples import Room, samples_html
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 MOST_PROFILES = 100
+CONTENTS = {"samples": "Samples", "curves": "Curves", "ranks": "Ranks", "tables": "Figures and settings"}
 
 
 def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     """Write a page about one or several runs and return its path.
 
-    The default path is `report.html`, or `comparison.html` for several runs, in the first run's folder. Raises
-    ValueError if one of `run_dirs` is not a run's folder.
+    The default path is `report.html`, or `comparison.html` for several runs, in the first run's folder; for a folder
+    that contains runs, `runs.html` in it, with a table. Raises ValueError if one of `run_dirs` is not a run's folder.
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
+    if len(folders) == 1 and not is_run(folders[0]) and any(run_folders(folders[0])):
+        table = RunTable(folders[0])
+        below = table.folders()
+        path = output or folders[0] / RUNS_FILE
+        replace_file(path, table_page(folders[0], table.data(states(list(below.values())), below))[0])
+        return path
     runs = [reader.read() for reader in run_readers(folders)]
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
     replace_file(path, page_of(runs)[0])
@@ -55,8 +68,9 @@ def run_readers(folders: Sequence[Path]) -> list[RunReader]:
     if len(folders) == 1:
         return [RunReader(folders[0])]
     names = [folder.resolve().name for folder in folders]
-    labels = names if len(set(names)) == len(names) else map(str, folders)
-    return [RunReader(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    names = names if len(set(names)) == len(names) else list(map(str, folders))
+    labels = labels_of([read_config(folder)[1] for folder in folders], names)
+    return list(map(RunReader, folders, labels))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="phalanx report", description="Write a page about a run, or one that compares several runs."
     )
-    parser.add_argument("run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run")
+    parser.add_argument(
+        "run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run, or a folder that contains runs"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -98,46 +114,26 @@ def page_of(
         name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
         facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
     else:
-        name = f"Comparison of {len(runs)} runs"
-        facts = [run.label for run in runs]
-    scripts = [_read_asset("uPlot.iife.min.js"), _read_asset("report.js")]
+        name, facts = f"Comparison of {len(runs)} runs", []
+        for run in runs:
+            folder = run.folder.resolve().name
+            facts.append(run.label if folder in run.label else f"{run.label}: {folder}")
     sections = sections_of(runs, room=room)
-    charts = sections.pop("charts")
+    data = {"charts": sections.pop("charts")}
     ranks = _run_ranks(runs) if with_ranks and not live else None
-    of_ranks = ""
+    scripts = ["report.js"]
     if live or ranks is not None:
-        of_ranks = f'<script type="application/json" id="of-ranks">{_script_json(ranks)}</script>\n'
-        scripts.append(_read_asset("ranks.js"))
+        data["of-ranks"] = ranks
+        scripts.append("ranks.js")
         names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
         place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
-        sections = {"headline": sections.pop("headline"), "ranks": place} | sections
-    policy = _security_policy(scripts) + ("; connect-src 'self'" if live else "")
-    end = (
-        f'\n<script type="application/json" id="charts">{_script_json(charts)}</script>\n'
-        f"{of_ranks}"
-        f"<!-- uPlot: {_read_asset('uPlot.LICENSE')} -->\n"
-        f"<script>{'</script><script>'.join(scripts)}</script>"
-    )
+        sections = sections | {"ranks": place, "tables": sections.pop("tables")}
+    contents = {}
+    for part, title in CONTENTS.items():
+        if part in sections:
+            contents[part] = title
     footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
-    style = _read_asset("uPlot.min.css") + _read_asset("report.css")
-    return document(name, facts, list(sections.values()), footer, policy, style, end), policy
-
-
-def document(
-    title: str, facts: Sequence[str | None], body: Sequence[str], footer: str, policy: str, style: str, end: str = ""
-) -> bytes:
-    """A page with its heading and facts, without those that are None, in UTF-8; `end` follows the visible part."""
-    head = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{escape(title)} · Phalanx</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{style}</style></head>\n"
-        f"<body><main><header><h1>{escape(title)}</h1><p>{escape(' · '.join(filter(None, facts)))}</p></header>\n"
-    )
-    end = f"<footer>{footer}</footer></main>{end}</body></html>\n"
-    # each part by itself: with one wide character, a text of the whole page would take several times its size
-    return b"\n".join(part.encode("utf-8", "replace") for part in (head, *body, end))
+    return document(name, facts, list(sections.values()), footer, contents, scripts, data, live=live)
 
 
 def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None = None) -> dict[str, Any]:
@@ -145,7 +141,7 @@ def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None
     samples.
     """
     known, others = charts_of(runs)
-    headlines = [_headline_tiles(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
+    headlines = [_headline_tiles(runs[0]) if len(runs) == 1 else comparison_table(runs), _run_notes(runs)]
     tables = [*map(_metric_table, runs), _settings_table(runs), *map(_config_section, runs)]
     sections: dict[str, Any] = {"headline": f'<div id="headline">{"".join(headlines)}</div>'}
     if with_samples:
@@ -161,25 +157,9 @@ def _run_ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
         return None
     data = []
     for run in runs:
-        data.append({"state": None, "done": run.last_step(), **RankHistory(run.folder).data()})
+        history = RankHistory(run.folder)
+        data.append({"state": None, "done": run.last_step(), **history.data(done=run.last_step(), shown=run.advice)})
     return data
-
-
-def _read_asset(name: str) -> str:
-    return (files("phalanx.tools.board") / "page" / name).read_text(encoding="utf-8")
-
-
-def _security_policy(scripts: list[str]) -> str:
-    """The page's Content-Security-Policy: allow only resources inside the page, and no scripts other than these."""
-    policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
-    for script in scripts:
-        policy += f" 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-    return policy
-
-
-def _script_json(value: object) -> str:
-    """JSON for a <script> element, which only a `<` could end."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # --- headline figures ---------------------------------------------------------------------------------------------
@@ -188,8 +168,7 @@ def _script_json(value: object) -> str:
 def _headline_tiles(run: Run) -> str:
     tiles = []
     for name, points in run.validations().items():
-        kind = "better" if points[-1][1] > points[0][1] else ""
-        tiles.append(_change_tile(f"Validation · {name}", points, kind))
+        tiles.append(_validation_tile(run, name, points))
     reward = run.points("reward/mean")
     if reward:
         tiles.append(_change_tile("Training reward", reward))
@@ -198,19 +177,31 @@ def _headline_tiles(run: Run) -> str:
             title = "Training loss" if key == "train/loss" else f"Loss · {key.removeprefix('actor/')}"
             tiles.append(_change_tile(title, run.points(key)))
     planned = run.setting("trainer.total_training_steps")
-    tiles.append(_value_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
+    tiles.append(value_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
     seconds = run.wall_seconds()
     if seconds is not None:
-        tiles.append(_value_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
+        tiles.append(value_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
     tiles += _throughput_tiles(run)
     columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # leaves the fewest empty places
     return (
         f'<section class="tiles" style="--columns:{min(columns, len(tiles))}" aria-label="Headline figures">'
-        f"{''.join(tiles)}</section>{_run_notes(run)}"
+        f"{''.join(tiles)}</section>"
     )
 
 
-def _run_notes(run: Run) -> str:
+def _run_notes(runs: list[Run]) -> str:
+    """The notes of the runs; each is shown once, with the runs that have it."""
+    owners: dict[str, list[str]] = {}
+    for run in runs:
+        for note in dict.fromkeys(_notes_of(run)):
+            owners.setdefault(note, []).append(run.label)
+    notes = []
+    for note, labels in owners.items():
+        notes.append(note if len(labels) == len(runs) else f"{'; '.join(labels)}: {note}")
+    return notes_html(notes)
+
+
+def _notes_of(run: Run) -> list[str]:
     """Notes on missing data and on profiles, and the job's warnings about its metrics."""
     notes, rows = list(run.problems), run.curves.rows
     if not rows and not notes:
@@ -222,9 +213,9 @@ def _run_notes(run: Run) -> str:
     if rows and not run.curves.is_trained:
         notes.append("No training step was logged.")
     notes += _profile_notes(run)
-    notes += [f"{note[0].upper()}{note[1:]}." for note in run.advice]
-    prefix = f"{run.label}: " if run.label else ""
-    return notes_html([f"{prefix}{note}" for note in notes])
+    for note in run.advice:
+        notes.append(f"{note[0].upper()}{note[1:]}.")
+    return notes
 
 
 def _profile_notes(run: Run) -> list[str]:
@@ -247,28 +238,37 @@ def _throughput_tiles(run: Run) -> list[str]:
     for noun in ("images", "samples", "tokens"):
         rates = run.values(f"perf/{noun}_per_gpu_per_s")
         if rates:
-            tiles.append(_value_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
+            tiles.append(value_tile("Throughput", _rate_text(median(rates)), f"{noun} per second and rank"))
     shares = run.values("perf/mfu")
     if shares:
-        tiles.append(_value_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
+        tiles.append(value_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
     return tiles
 
 
-def _change_tile(title: str, points: Points, kind: str = "") -> str:
+def _rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if 1000 <= rate < 1e15 else f"{rate:.3g}"
+
+
+def _validation_tile(run: Run, name: str, points: Points) -> str:
+    """A tile with the first and the last validation, coloured if they differ beyond their interval."""
+    ends = [validation_bounds(run, name, step) for step in (points[0][0], points[-1][0])]
+    before, after = ends
+    if len(points) == 1 or before is None or after is None:
+        return _change_tile(f"Validation · {name}", points)
+    difference = difference_of(after, before)
+    kind = verdict(difference)
+    note = f", 95 % interval {difference.low:+.3f} to {difference.high:+.3f}{': a tie' if kind == 'tie' else ''}"
+    return _change_tile(f"Validation · {name}", points, kind, note)
+
+
+def _change_tile(title: str, points: Points, kind: str = "", more: str = "") -> str:
     """A tile with the first and the last value of a curve."""
     (first, before), (last, after) = points[0], points[-1]
     if len(points) == 1:
-        return _value_tile(title, f"{before:.3f}", f"step {first} only", kind)
+        return value_tile(title, f"{before:.3f}", f"step {first} only", kind)
     sign = "▲" if after > before else "▼" if after < before else "="
-    note = f"{sign} {after - before:+.3f} from step {first} to {last}"
-    return _value_tile(title, f"{before:.3f} → {after:.3f}", note, kind)
-
-
-def _value_tile(title: str, value: str, note: str, kind: str = "") -> str:
-    return (
-        f'<div class="tile {kind}"><div class="k">{escape(title)}</div><div class="v">{escape(value)}</div>'
-        f'<div class="n">{escape(note)}</div></div>'
-    )
+    note = f"{'' if kind == 'tie' else f'{sign} '}{after - before:+.3f} from step {first} to {last}{more}"
+    return value_tile(title, f"{before:.3f} → {after:.3f}", note, kind)
 
 
 # --- curves and tables --------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def _curve_section(known: list[Chart], others: list[Chart], constants: dict[str,
     fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
     notes = notes_html([f"Constant over all steps, and therefore not drawn: {fixed}."] if constants else [])
     if not known and not others:
-        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}{notes}</section>"
+        return f'<section id="curves"><h2>Curves</h2>{notes_html(["There is nothing to draw."])}{notes}</section>'
     slider = (
         '<label class="slider" hidden>Smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" '
         'value="0"><output>0</output></label>'
@@ -287,7 +287,7 @@ def _curve_section(known: list[Chart], others: list[Chart], constants: dict[str,
         '<p class="n" hidden>Point at a curve for its values. Drag to zoom all charts, double-click to zoom out, '
         "click a name to hide its curve.</p>"
     )
-    rest = _html_details("All other metrics as curves", _chart_grid(others)) if others else ""
+    rest = html_details("All other metrics as curves", _chart_grid(others)) if others else ""
     no_script = '<noscript><p class="note">Curves need JavaScript; below are their figures.</p></noscript>'
     return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_chart_grid(known)}{notes}{rest}</section>'
 
@@ -305,45 +305,25 @@ def _metric_table(run: Run) -> str:
             cells = list(map("{:.5g}".format, (values[0], values[-1], min(values), max(values))))
         rows.append([key, *cells, str(len(values))])
     columns = ["metric", "first", "last", "lowest", "highest", "values"]
-    return _html_details(run.titled("All metrics in figures"), _html_table(columns, rows)) if rows else ""
+    return html_details(run.titled("All metrics in figures"), html_table(columns, rows)) if rows else ""
 
 
 def _settings_table(runs: list[Run]) -> str:
     """The settings that differ between the runs."""
     if len(runs) == 1:
         return ""
-    settings = [flat(run.config) for run in runs]
     rows = []
-    for key in sorted(set().union(*settings)):
-        values = [setting.get(key, "-") for setting in settings]
-        if len(set(values)) > 1:
-            rows.append([cut(key), *map(cut, values)])
-    table = _html_table(["setting", *(run.label for run in runs)], rows)
-    return _html_details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
+    for key, values in sorted(differing_settings([run.config for run in runs]).items()):
+        rows.append([cut(key), *map(cut, values)])
+    table = html_table(["setting", *(run.label for run in runs)], rows)
+    return html_details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
 
 
 def _config_section(run: Run) -> str:
     """The resolved configuration, collapsed."""
     if run.config_text is None:
         return notes_html([f"There is no config.yaml in {run.label or 'the folder'}."])
-    return _html_details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
-
-
-def _html_table(columns: list[str], rows: list[list[str]]) -> str:
-    html = "<div class=scroll><table><thead><tr>"
-    for name in columns:
-        html += f"<th scope=col>{escape(name)}</th>"
-    html += "</tr></thead><tbody>"
-    for first, *others in rows:
-        html += f"<tr><th scope=row>{escape(first)}</th>"
-        for cell in others:
-            html += f"<td>{escape(cell)}</td>"
-        html += "</tr>"
-    return html + "</tbody></table></div>"
-
-
-def _html_details(title: str, content: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+    return html_details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
 
 
 if __name__ == "__main__":

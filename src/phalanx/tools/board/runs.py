@@ -45,6 +45,7 @@ TAIL_BYTES = 1 << 16  # of metrics.jsonl
 LOG_BYTES = 1 << 20  # twice the size to which a rank limits its log
 ETA_STEPS = 20  # the ETA uses the median duration of this many recent steps
 POLL_S = 0.5
+SILENCE_S = 4 * BEAT_S  # time without a heartbeat after which a job counts as dead for `Beats`
 MOST_WORDS = 1000  # characters of a job's last words
 PATIENCE_S = 20.0  # time without a heartbeat after which a job that was asked to stop counts as dead
 
@@ -121,6 +122,22 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     return known
 
 
+class Beats:
+    """The states of runs, like `states`, but without waiting: it compares the heartbeats of its calls."""
+
+    def __init__(self) -> None:
+        self._beats: dict[Path, tuple[dict[str, Any], float]] = {}
+
+    def state(self, folder: Path) -> str:
+        """The state of a run as it is known now."""
+        job, now = read_json(folder, RUNNING_FILE), time.monotonic()
+        if job is None:
+            return ended(folder)
+        if folder not in self._beats or job != self._beats[folder][0]:
+            self._beats[folder] = job, now
+        return LIVING if now - self._beats[folder][1] < SILENCE_S else DEAD
+
+
 def ended(folder: Path) -> str:
     """How a run has ended, as its first rank recorded it."""
     first = read_json(folder, f"{RANKS}/0.json")
@@ -152,19 +169,24 @@ def run_folders(root: Path) -> Iterator[Path]:
     while waiting:
         name, depth = waiting.pop()
         entries = list_inside(root, name)
-        is_run = any(not is_folder and entry in (METRICS_FILE, RUNNING_FILE) for entry, is_folder in entries)
-        if is_run:
+        has_run = any(not is_folder and entry in (METRICS_FILE, RUNNING_FILE) for entry, is_folder in entries)
+        if has_run:
             yield root / name
         for entry, is_folder in reversed(entries):
-            if is_folder and depth < MOST_DEPTH and not (is_run and entry in NOT_RUNS):
+            if is_folder and depth < MOST_DEPTH and not (has_run and entry in NOT_RUNS):
                 waiting.append((f"{name}/{entry}", depth + 1))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has files of a run."""
+    return any((folder / name).exists() for name in (METRICS_FILE, RUNNING_FILE, RANKS))
 
 
 def check_run(folder: Path) -> Path:
     """Return `folder`, or raise ValueError if it is not a run's."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
-    if not any((folder / name).exists() for name in (METRICS_FILE, RUNNING_FILE, RANKS)):
+    if not is_run(folder):
         raise ValueError(f"{folder}: no {METRICS_FILE} or {RUNNING_FILE} in it; give the trainer.output_dir of a run")
     return folder
 

@@ -25,9 +25,11 @@ from phalanx.media.grids import STRIP
 from phalanx.run.telemetry.run_folder import Run
 from phalanx.telemetry.records import IMAGES
 from phalanx.tools.board.kept_samples import CONTENT, Kept, Key, Sample
+from phalanx.tools.board.markup import html_details, notes_html
 
-MAX_CARDS = 24
-MAX_SAMPLES = 300  # per page: about 15 MB of JPEGs
+MAX_CARDS, MAX_TEXT_CARDS = 24, 400  # of a set of images, and of texts
+MAX_SAMPLES, MAX_TEXTS = 300, 4000  # per page: about 15 MB of JPEGs, or less of texts
+UNFOLDED = 8  # cards of a set that are shown at once; the others can be unfolded
 MAX_SETS = 1000  # per page
 MAX_VIDEO_BYTES = 16 << 20  # per page; if the mp4s are larger in total, the page shows some of their frames instead
 BEST = 4  # at most this many best samples, and as many worst ones
@@ -41,6 +43,10 @@ MOST_TEXT = 300_000  # characters of a response, and of a prompt
 MOST_SCALED = 400  # images that are kept scaled
 LOST = '<span class="lost">image file is missing or damaged</span>'
 FULL = '<span class="lost">not shown: the page is full</span>'
+SEARCH = (
+    '<label class="search" hidden>Search <input type="search" placeholder="words in prompts and samples">'
+    '<output class="n"></output></label>'
+)
 DAMAGED = '<span class="lost">damaged</span>'
 
 
@@ -79,11 +85,16 @@ def samples_html(runs: Sequence[Run], room: Room | None = None) -> str:
     hint = ""
     if any(status_inside(run.folder, IMAGES) for run in runs):
         hint = '<p class="n" hidden>Click an image to enlarge it; click again for the next one on its card.</p>'
-    return f"<section><h2>{title}</h2>{hint}{''.join(parts)}</section>"
+    return f"<section><h2>{title}</h2>{SEARCH}{hint}{''.join(parts)}</section>"
 
 
-def notes_html(notes: Sequence[str]) -> str:
-    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+def folded_cards(cards: Sequence[str], attributes: str) -> str:
+    """The cards; those after the first few are folded, so that what follows on the page is not far away."""
+    html = f"<div {attributes}>{''.join(cards[:UNFOLDED])}</div>"
+    if len(cards) > UNFOLDED:
+        title = counted(len(cards) - UNFOLDED, "more prompt")
+        html += html_details(title, f"<div {attributes}>{''.join(cards[UNFOLDED:])}</div>")
+    return html
 
 
 def _escape_text(text: str, most: int = MOST_TEXT) -> str:
@@ -102,12 +113,13 @@ def _set_cards(kept: list[Kept], share: int, room: Room) -> str:
     for each in kept:
         for rows in each.rows[each.first], each.rows[each.last]:
             shared = [key for key in shared if key in rows]
-    keys = shared[:MAX_CARDS]
-    count = max(2, MAX_SAMPLES // (share * len(kept) * max(1, len(keys))))
+    most, samples = (MAX_CARDS, MAX_SAMPLES) if kept[0].kind == IMAGES else (MAX_TEXT_CARDS, MAX_TEXTS)
+    keys = shared[:most]
+    count = max(2, samples // (share * len(kept) * max(1, len(keys))))
     sides, ends = [], [_extreme_keys(each) for each in kept]
     for each in kept:
         sides.append((each, [each.steps[i] for i in evenly_spaced(len(each.steps), count)]))
-    notes = notes_html(_set_notes(sides, shared))
+    notes = notes_html(_set_notes(sides, shared, len(keys)))
     for (each, chosen), (_, best, worst) in zip(sides, ends, strict=True):
         each.keep(chosen, [*keys, *best, *worst])
     movies = _has_video_room(sides, keys, share)
@@ -115,16 +127,17 @@ def _set_cards(kept: list[Kept], share: int, room: Room) -> str:
     if not first.run.label and len(steps) > 1:  # for a single run, show the first validation beside the later ones
         sides = [(first, steps[:1]), (first, steps[1:])]
     stops = set[int]().union(*(chosen for _, chosen in sides if len(chosen) > 1))
-    html = (
-        f'<section class="set"><h3>{escape(_set_heading(kept))}</h3>{notes}{_step_slider(sorted(stops))}'
-        f'<div class="cards {first.kind}" style="--w:{_card_width(first, keys)}px;--n:{len(sides)}">'
-    )
+    cards = []
     for key in keys:
-        html += f'<figure>{_prompt_caption(first, steps[-1], key, room)}<div class="pair">'
+        card = f'<figure>{_prompt_caption(first, steps[-1], key, room)}<div class="pair">'
         for each, chosen in sides:
-            html += _sample_steps(each, chosen, key, movies, room)
-        html += "</div></figure>"
-    html += "</div></section>"
+            card += _sample_steps(each, chosen, key, movies, room)
+        cards.append(f"{card}</div></figure>")
+    look = f'class="cards {first.kind}" style="--w:{_card_width(first, keys)}px;--n:{len(sides)}"'
+    html = (
+        f'<section class="set"><h3>{escape(_set_heading(kept))}</h3>{notes}'
+        f"{_step_slider(sorted(stops), [] if first.run.label else steps)}{folded_cards(cards, look)}</section>"
+    )
     for each, end in zip(kept, ends, strict=True):
         html += _extreme_samples(each, *end, movies, room)
     return html
@@ -137,7 +150,7 @@ def _set_heading(kept: list[Kept]) -> str:
     return f"{kept[0].name}: {between}"
 
 
-def _set_notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[str]:
+def _set_notes(sides: list[tuple[Kept, list[int]]], shared: list[Key], cards: int) -> list[str]:
     notes, kept = [], sides[0][0]
     if len(sides) == 1 and len(kept.steps) == 1:
         notes.append(f"Only the validation of step {kept.first} kept {kept.kind}: nothing to compare with yet.")
@@ -147,21 +160,27 @@ def _set_notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[s
         for step in sorted({each.first, each.last}):
             if each.damaged(step):
                 notes.append(f"{counted(each.damaged(step), 'line')} of {each.folders[step]}/index.jsonl: damaged.")
-    if len(shared) > MAX_CARDS:
-        notes.append(f"{MAX_CARDS} of {len(shared)} prompts are shown.")
+    if len(shared) > cards:
+        notes.append(f"{cards} of {len(shared)} prompts are shown.")
     if not shared:
         notes.append("The validations have no prompt in common.")
     return notes
 
 
-def _step_slider(stops: list[int]) -> str:
-    """A slider over these steps, which is hidden without JavaScript."""
+def _step_slider(stops: list[int], steps: list[int]) -> str:
+    """A slider over these steps, and for a single run a choice among its `steps` of the one that stands beside it; both
+    are hidden without JavaScript.
+    """
     if len(stops) < 2:
         return ""
-    last = len(stops) - 1
+    last, beside = len(stops) - 1, ""
+    for step in steps:
+        beside += f"<option>{step}</option>"
+    if beside:
+        beside = f'<label class="slider beside" hidden>beside step <select>{beside}</select></label>'
     return (
         f'<label class="slider" hidden>Step <input type="range" min="0" max="{last}" value="{last}" '
-        f'data-steps="{",".join(map(str, stops))}"><output>{stops[-1]}</output></label>'
+        f'data-steps="{",".join(map(str, stops))}"><output>{stops[-1]}</output></label>{beside}'
     )
 
 
@@ -213,7 +232,7 @@ def _sample_frame(kept: Kept, step: int, key: Key, movies: bool, room: Room) -> 
     if sample.damaged:
         html = DAMAGED
     elif sample.text is not None:
-        html = _sample_text(sample)
+        html = sample_text(sample)
     else:
         html = _sample_video(kept, step, sample, alt) if movies else ""
         html = html or image_html(kept.run.folder, f"{kept.folders[step]}/{sample.file}", alt, room)
@@ -224,16 +243,19 @@ def _sample_frame(kept: Kept, step: int, key: Key, movies: bool, room: Room) -> 
     return f'<div class="frame">{room.take(html)}{room.take(caption)}</div>'
 
 
-def _sample_text(sample: Sample) -> str:
-    """A text, or a conversation message by message with its summary."""
+def sample_text(sample: Sample) -> str:
+    """The HTML of a text, or a conversation message by message with its summary."""
     response = sample.text or ""
     is_empty = not response.strip() and sample.talk is None
     html = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{_escape_text(response)}</pre>"
     if sample.talk is not None:
         html, left = '<div class="talk">', MOST_TEXT
-        for number, (role, text) in enumerate(sample.talk):
+        talk = (
+            sample.talk[1:] if sample.talk[:1] == [("user", sample.key[1])] else sample.talk
+        )  # the card has the prompt
+        for number, (role, text) in enumerate(talk):
             if left <= 0:
-                html += f"<p class=n>{counted(len(sample.talk) - number, 'more message')}</p>"
+                html += f"<p class=n>{counted(len(talk) - number, 'more message')}</p>"
                 break
             html += f'<div class="said {"own" if role == "assistant" else ""}">'
             html += f"<span>{_escape_text(role, MOST_SHOWN)}</span><pre>{_escape_text(text, left)}</pre></div>"

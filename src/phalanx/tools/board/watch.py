@@ -25,26 +25,18 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.config.inside import list_inside
-from phalanx.run.telemetry.run_folder import (
-    BEAT_S,
-    CONFIG_FILE,
-    METRICS_FILE,
-    RANKS,
-    RUNNING_FILE,
-    Run,
-    key_of,
-    read_json,
-    tail,
-)
+from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE, RANKS, Run, key_of, tail
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.tools.board.rank_history import RankHistory
 from phalanx.tools.board.report import page_of, run_readers, sections_of
-from phalanx.tools.board.runs import DEAD, LIVING, check_run, ended, overview
+from phalanx.tools.board.runs import Beats, check_run, is_run, last_rows, overview, run_folders
+from phalanx.tools.board.runs_page import RunTable, seen_key, table_page
 from phalanx.tools.board.samples import Room
 
-SILENCE_S = 4 * BEAT_S  # time without a heartbeat after which a job counts as dead
+MOST_WATCHERS = 8  # pages of runs of a folder whose metrics are kept in memory
+MOST_COMPARED, MOST_NAMES = 32, 8192  # runs on one page of these, and characters of their names
 LOG_BYTES = 1 << 16  # of a log that the page shows
-PATHS = ("/sections", "/ranks", "/log")  # in addition to the page itself
+PATHS = ("/sections", "/ranks", "/log", "/table")  # in addition to the page itself
 MOST_CONNECTIONS = 64  # concurrent ones, each in a thread
 MOST_SILENT = 8  # connections of one address without a complete request
 HEAD_S = 10.0  # seconds until a request must be complete
@@ -57,12 +49,11 @@ class Watcher:
         self.folders = [check_run(folder) for folder in dict.fromkeys(folders)]
         self._histories = [RankHistory(folder) for folder in self.folders]
         self._readers, self._scaled = run_readers(self.folders), dict[tuple[int, ...], bytes]()
-        self._lock = threading.Lock()  # each request is handled in a separate thread
-        self._beats: list[tuple[dict[str, Any] | None, float]] = [(None, 0.0)] * len(self.folders)
-        self._read_runs()
+        self._lock, self._beats = threading.Lock(), Beats()  # each request is handled in a separate thread
+        self._runs = self._read_runs()
 
-    def page(self) -> tuple[bytes, str]:
-        """The page and its Content-Security-Policy."""
+    def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
+        """The page and its Content-Security-Policy; the page of certain runs depends on no query."""
         with self._lock:
             return page_of(self._read_runs(), live=True, room=Room(scaled=self._scaled))
 
@@ -78,27 +69,22 @@ class Watcher:
                 raise FileNotFoundError(f"{self.folders[number]} no longer exists")
             if path == "/ranks":
                 return self._rank_data(number, int(query["step"]) if "step" in query else None)
+            if path != "/log":
+                raise ValueError(f"{path}: this is no folder of runs")
             return self._rank_log(number, int(query.get("rank", "")))
 
     def _read_runs(self) -> list[Run]:
-        return [reader.read() for reader in self._readers]
+        self._runs = [reader.read() for reader in self._readers]
+        return self._runs
 
     def _rank_data(self, number: int, step: int | None) -> dict[str, Any]:
         folder = self.folders[number]
-        data = self._histories[number].data(step)
-        line = overview(folder, self._run_state(number), data["ranks"])
+        rows = last_rows(folder)
+        advice = self._runs[number].advice
+        data = self._histories[number].data(step, rows[-1]["step"] if rows else None, advice)
+        line = overview(folder, self._beats.state(folder), data["ranks"])
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
         return of_run | data
-
-    def _run_state(self, number: int) -> str:
-        """Like phalanx.tools.board.runs.states, but without waiting: compares heartbeats between requests."""
-        folder, now = self.folders[number], time.monotonic()
-        job = read_json(folder, RUNNING_FILE)
-        if job is None:
-            return ended(folder)
-        if job != self._beats[number][0]:
-            self._beats[number] = job, now
-        return LIVING if now - self._beats[number][1] < SILENCE_S else DEAD
 
     def _rank_log(self, number: int, rank: int) -> dict[str, Any]:
         try:
@@ -128,6 +114,62 @@ def _key_of_samples(folder: Path) -> str:
     return hashlib.sha256(" ".join(sets).encode()).hexdigest()
 
 
+class FolderWatcher:
+    """The table of the runs below a folder, and the pages of those that a request names in `of`, a JSON list."""
+
+    def __init__(self, root: Path) -> None:
+        self._table, self._beats, self._lock = RunTable(root), Beats(), threading.Lock()
+        self._watchers: dict[tuple[str, ...], Watcher] = {}
+
+    def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
+        """The page of the folder or of runs, and its Content-Security-Policy."""
+        if query and "of" in query:
+            return self._watcher(query["of"]).page()
+        with self._lock:
+            return table_page(self._table.root, self._data(), live=True)
+
+    def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
+        """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
+        if path != "/table":
+            return self._watcher(query.get("of", "")).ask(path, query)
+        with self._lock:
+            data = self._data()
+        key = seen_key(data)
+        return {"seen": key} if key == query.get("seen") else {"seen": key, "table": data}
+
+    def _data(self) -> dict[str, Any]:
+        folders, states = self._table.folders(), dict[Path, str]()
+        for folder in folders.values():
+            states[folder] = self._beats.state(folder)
+        return self._table.data(states, folders)
+
+    def _watcher(self, of: str) -> Watcher:
+        """The watcher of these runs; the last ones that were asked for are kept."""
+        known = self._table.folders()
+        names = None
+        if len(of) <= MOST_NAMES:
+            with suppress(RecursionError):
+                names = json.loads(of)  # its JSONDecodeError is a ValueError
+        if not isinstance(names, list) or not 0 < len(names) <= MOST_COMPARED:
+            raise ValueError(f"of: expected a list of 1 to {MOST_COMPARED} runs")
+        for name in names:
+            if not isinstance(name, str) or name not in known:
+                raise ValueError("of: no such run")
+        with self._lock:
+            watcher = self._watchers.pop(tuple(names), None) or Watcher([known[name] for name in names])
+            self._watchers[tuple(names)] = watcher
+            if len(self._watchers) > MOST_WATCHERS:
+                del self._watchers[next(iter(self._watchers))]
+            return watcher
+
+
+def watcher_of(folders: Sequence[Path]) -> Watcher | FolderWatcher:
+    """A watcher of these runs, or of the runs below a single folder. Raises ValueError for other folders."""
+    if len(folders) == 1 and not is_run(folders[0]) and any(run_folders(folders[0])):
+        return FolderWatcher(folders[0])
+    return Watcher(folders)
+
+
 class Server(ThreadingHTTPServer):
     """The server of one page; with token=None everybody who can reach it has access.
 
@@ -139,7 +181,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, watcher: Watcher, host: str, port: int, token: str | None) -> None:
+    def __init__(self, watcher: Watcher | FolderWatcher, host: str, port: int, token: str | None) -> None:
         self.watcher, self.token, self.host = watcher, token, host
         self._turn = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -251,7 +293,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse_request(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
             if address.path == "/":
-                page, policy = self.server.watcher.page()
+                page, policy = self.server.watcher.page(query)
                 return self._send_data(HTTPStatus.OK, page, "text/html", policy)
             answer = self.server.watcher.ask(address.path, query)
             # browsers cannot parse NaN: raise ValueError for it
@@ -285,7 +327,9 @@ class Handler(BaseHTTPRequestHandler):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (2 for a folder that is not a run's)."""
     parser = argparse.ArgumentParser(prog="phalanx watch", description="Follow runs in a browser while they train.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="trainer.output_dir of a run")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="trainer.output_dir of a run, or a folder that contains runs"
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on, default 127.0.0.1; non-local ones require a token"
     )
@@ -293,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     given = parser.parse_args(argv)
     try:
-        watcher = Watcher(given.runs)
+        watcher = watcher_of(given.runs)
         server = Server(watcher, given.host, given.port, None if is_loopback(given.host) else secrets.token_urlsafe(24))
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -15,7 +15,7 @@
   const embedded = JSON.parse(document.getElementById("of-ranks").textContent);
   const isLive = place.hasAttribute("data-live");
   const names = JSON.parse(place.dataset.runs);
-  const token = new URLSearchParams(location.search).get("token");
+  const given = Object.fromEntries(new URLSearchParams(location.search)); // the token, and the runs of a folder
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function make(tag, className, text) {
@@ -37,7 +37,7 @@
 
   async function ask(path, query) {
     const address = new URL(path, location.origin);
-    for (const [name, value] of Object.entries({ ...query, ...(token ? { token } : {}) })) address.searchParams.set(name, value);
+    for (const [name, value] of Object.entries({ ...given, ...query })) address.searchParams.set(name, value);
     const answer = await fetch(address, { cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()).trim());
     return answer.json();
@@ -319,8 +319,13 @@
     const before = document.getElementById(id);
     const open = [...before.querySelectorAll("details")].map((fold) => fold.open);
     next.querySelectorAll("details").forEach((fold, k) => k < open.length && (fold.open = open[k]));
+    const sought = before.querySelector("input[type=search]")?.value;
     before.replaceWith(next);
     window.phalanx.start(next);
+    if (!sought) return;
+    const field = next.querySelector("input[type=search]");
+    field.value = sought;
+    field.dispatchEvent(new Event("input"));
   }
 
   let seen = "";

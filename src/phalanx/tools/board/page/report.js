@@ -158,7 +158,7 @@
   function draw(chart, place, weight) {
     const columns = (isShown) => (chart.bars ? barColumns(chart, isShown) : lineColumns(chart, weight));
     const { series, bands } = chart.bars ? barSeries(chart) : lineSeries(chart);
-    series[0] = { label: "step", value: (_, step) => (step == null ? "–" : step) };
+    series[0] = { label: chart.axis, value: (_, step) => (step == null ? "–" : step) };
     const axis = { stroke: () => css("--soft"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false } };
     const font = "12px system-ui, sans-serif";
     const options = {
@@ -167,11 +167,11 @@
       series,
       bands,
       scales: {
-        x: { time: false, range: stepRange(chart) },
+        x: { time: false, range: stepRange(chart), ...(chart.axis === "k" ? { distr: 3, log: 2 } : {}) },
         y: { range: axisRange(chart) },
       },
       axes: [
-        { ...axis, font, size: 26, gap: 4, values: wholeLabels, grid: { show: false } },
+        { ...axis, font, size: 26, gap: 4, values: wholeLabels, grid: { show: false }, ...(chart.axis === "k" ? { splits: (plot) => plot.data[0] } : {}) },
         { ...axis, font, gap: 6, values: labels, size: axisWidth },
       ],
       cursor: { y: false, sync: { key: "steps" }, dataIdx: nearest, points: { size: 8 } },
@@ -221,7 +221,7 @@
     drawn = [];
     const places = [...document.querySelectorAll(".plot")];
     const smoothing = document.getElementById("smoothing");
-    const start = (k) => (drawn[k] = draw(charts[k], places[k], Number(smoothing.value)));
+    const start = (k) => (drawn[k] = draw(charts[k], places[k], Number(smoothing?.value ?? 0)));
     places.forEach((place, k) => {
       const folded = place.closest("details:not([open])"); // it has no width before it is opened
       if (folded === null) start(k);
@@ -252,16 +252,52 @@
     return { side, frames, steps: [...frames.keys()].sort((a, b) => a - b) };
   }
 
+  // The last of these frames up to a step, else the first.
+  const frameAt = ({ frames, steps }, step) => frames.get(steps.findLast((each) => each <= step) ?? steps[0]);
+
   function startSlider(slider) {
     const stops = slider.dataset.steps.split(",").map(Number);
-    const sides = [...slider.closest(".set").querySelectorAll(".side")].map(framesOf).filter((s) => s.steps.length > 1);
+    const set = slider.closest(".set");
+    const beside = set.querySelector(".beside select");
+    const cards = [...set.querySelectorAll("figure")].map((card) => [...card.querySelectorAll(".side")].map(framesOf));
+    if (beside) for (const [left, right] of cards) { // both sides choose among all steps of the run
+      const frames = new Map([...left.frames, ...right.frames]);
+      Object.assign(left, { frames, steps: [...frames.keys()].sort((a, b) => a - b) });
+      beside.addEventListener("change", () => left.side.replaceChildren(frameAt(left, Number(beside.value)).cloneNode(true)));
+    }
     slider.addEventListener("input", () => {
       const step = stops[Number(slider.value)];
       slider.nextElementSibling.value = String(step);
-      for (const { side, frames, steps } of sides) {
-        const shown = steps.findLast((each) => each <= step) ?? steps[0];
-        side.replaceChildren(frames.get(shown));
+      for (const card of cards) {
+        for (const one of beside ? card.slice(1) : card) if (one.steps.length > 1) one.side.replaceChildren(frameAt(one, step));
       }
+    });
+  }
+
+  // Shows the cards whose prompt and samples, at any step, have all the words, and unfolds those that were folded.
+  function startSearch(field) {
+    const part = field.closest("section");
+    const textOf = (card) => {
+      const later = [...card.querySelectorAll("template")].map((template) => template.content.textContent);
+      return [card.textContent, ...later].join("\n").toLowerCase();
+    };
+    let texts = null; // of the cards, before the slider moves what their templates hold
+    const cards = () => [...part.querySelectorAll("figure:not(.chart)")];
+    const read = () => (texts ??= new Map(cards().map((card) => [card, textOf(card)])));
+    part.addEventListener("input", read, { capture: true, once: true });
+    field.addEventListener("input", () => {
+      const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const prompts = new Set(); // one may have several cards, such as among the best
+      const shown = new Set();
+      for (const [card, text] of read()) {
+        const prompt = card.querySelector("figcaption").textContent;
+        prompts.add(prompt);
+        card.hidden = !words.every((word) => text.includes(word));
+        if (!card.hidden) shown.add(prompt);
+        const fold = card.closest("details");
+        if (fold && words.length && !card.hidden) fold.open = true;
+      }
+      field.nextElementSibling.value = words.length ? `${shown.size} of ${prompts.size} prompts` : "";
     });
   }
 
@@ -269,6 +305,7 @@
   function start(part) {
     part.querySelectorAll("[hidden]").forEach((element) => (element.hidden = false));
     part.querySelectorAll("input[data-steps]").forEach(startSlider);
+    part.querySelectorAll("input[type=search]").forEach(startSearch);
   }
 
   start(document);
