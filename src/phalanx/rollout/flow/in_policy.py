@@ -184,9 +184,8 @@ class PolicyRollout:
         """
         # The numbers are consecutive, so that a rank has few prompts. Neighboring ranks may have other samples of its
         # first and last prompt: groups are assembled where rewards are gathered.
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
-        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
-        used, rows = torch.unique(index // n, return_inverse=True)
+        index = self.world.share(len(prompts) * self.config.n)
+        used, rows = torch.unique(index // self.config.n, return_inverse=True)
         embeds = self.collate([prompts[g] for g in used.tolist()], negatives=self.sampler.guided)
         return index, rows.to(self.world.device), embeds
 

@@ -69,9 +69,9 @@ class LMRollout:
 
         The uniform numbers of response i of group g at training step k are a function of (seed, k, g, i).
         """
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
-        # sample i of the step is response i % n to prompt i // n; a rank has consecutive samples [B]
-        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
+        n = self.config.n
+        # sample i of the step is response i % n to prompt i // n
+        index = self.world.share(len(prompts) * n)
         self._seed = (seed, step)
         local, names = [], []
         for i in index.tolist():
@@ -200,10 +200,7 @@ class LMRollout:
                 new = [self.drawn_sample(request) for request in queued[part]]
             else:
                 new = draw(prompts[part], names[part], decoding)
-            each(
-                [drawn.text for drawn in new],
-                [measured(p, d, decoding) for p, d in zip(prompts[part], new, strict=True)],
-            )
+            hand_over(prompts[part], new, decoding, each, together)
             result += new
         if queued:
             # raises if logits were not finite
@@ -380,13 +377,18 @@ def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:
         )
 
 
-def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
-    """The prompt as its reward sees it: `meta` gets the response's length, the limit, whether the response was
-    truncated, and the sample's further metadata.
+def hand_over(prompts: list[Prompt], drawn: list[Drawn], decoding: Decoding, each: Each, together: int) -> None:
+    """Pass samples to `each`, `together` at a time. The `meta` of their prompts gets what rewards may read: the
+    response's length, the limit, whether the response was truncated, and the sample's further metadata.
     """
-    lengths = {
-        "response_length": len(drawn.response) - drawn.behind,
-        "max_response_length": decoding.limit,
-        "truncated": drawn.truncated,
-    }
-    return replace(prompt, meta=prompt.meta | lengths | drawn.beside)
+    for first in range(0, len(drawn), together):
+        texts, shown = [], []
+        for prompt, sample in zip(prompts[first : first + together], drawn[first : first + together], strict=True):
+            lengths = {
+                "response_length": len(sample.response) - sample.behind,
+                "max_response_length": decoding.limit,
+                "truncated": sample.truncated,
+            }
+            texts.append(sample.text)
+            shown.append(replace(prompt, meta=prompt.meta | lengths | sample.beside))
+        each(texts, shown)
