@@ -10,12 +10,11 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
@@ -69,12 +68,6 @@ class DatasetRollout(LMRollout):
 
     facts = EngineFacts(weights="none", redraws=False)
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Do not gather the policy's weights, which reading the data does not need."""
-        with torch.no_grad():
-            yield
-
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """Return this rank's share of the data's responses; `prompts` are those of all ranks.
 
@@ -90,14 +83,9 @@ class DatasetRollout(LMRollout):
             answers.append(given[i % n % len(given)])
             meta |= {"preferred": i % n == 0} if len(given) > 1 else {}
             plain.append(replace(prompts[i // n], meta=meta))
-        self._drawn = list(on_all_ranks(lambda: list(map(self._read, plain, answers))))
-        hand_over(plain, self._drawn, self.how, each, self.micro_batch_size)
+        self.drawn = list(on_all_ranks(lambda: list(map(self._read, plain, answers))))
+        hand_over(plain, self.drawn, self.how, each, self.micro_batch_size)
         return self._samples(plain, index)
-
-    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """As LMRollout."""
-        with self.policy.unsharded():  # `awake` does not gather the weights
-            super().sample_validation(prompts, each=each)
 
     def _read(self, prompt: Prompt, answer: Answer) -> Conversed:
         return Conversed(
@@ -114,7 +102,7 @@ class DatasetRollout(LMRollout):
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> TokenTrace:
         trace: TokenTrace = super()._trace(ids, starts, lengths, width)
-        read: list[Any] = self._drawn
+        read: list[Any] = self.drawn
         return trace if self.talks is not None else marked(trace, read)
 
 
