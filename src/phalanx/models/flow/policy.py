@@ -285,7 +285,7 @@ class FlowPolicy:
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """See phalanx.run.start.TrainedPolicy."""
+        """See phalanx.training.components.TrainedPolicy."""
         trace: FlowTrace = samples.trace
         return step_flops(
             self.forward_flops(trace),
