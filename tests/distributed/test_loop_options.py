@@ -228,13 +228,13 @@ def encoded(cfg: FlowRLConfig, room: int) -> list[list[str]]:
     t, calls = build(cfg), list[list[str]]()
     (one,) = t.policy.model.encode(["x"], torch.device("cpu"), cfg.data.max_prompt_length)
     embeds.MEMORY_LIMIT = room * sum(value.nbytes for value in one.values())
-    encode = t.policy._embeds._encode
+    encode = t.policy.embeds._encode
 
     def counted(texts: list[str]) -> list[dict[str, torch.Tensor]]:
         calls.append(texts)
         return encode(texts)
 
-    t.policy._embeds._encode = counted
+    t.policy.embeds._encode = counted
     t.fit()
     return calls
 

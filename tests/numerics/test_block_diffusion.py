@@ -20,7 +20,7 @@ from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
-from phalanx.rollout.lm.in_policy import Drawn, measured
+from phalanx.rollout.lm.in_policy import Drawn, hand_over
 from phalanx.types import Prompt, Samples
 from phalanx.zoo.rewards.text.overlong import Overlong
 from tests.helpers.policies import disturb
@@ -204,7 +204,9 @@ def test_estimates_mask_what_their_papers_say(estimate: str, lm_folder: Path, wo
 def test_a_reward_counts_a_response_up_to_its_end() -> None:
     """A response of 6 tokens including its end has 2 more in its last block: overlong's limit of 8 is not reached."""
     drawn = Drawn([1], [5] * 8, "text", truncated=False, steps=[0] * 8, behind=2)
-    meta = measured(Prompt("?", 0, {}), drawn, Decoding(8, 1.0, [0], 0)).meta
+    handed: list[Prompt] = []
+    hand_over([Prompt("?", 0, {})], [drawn], Decoding(8, 1.0, [0], 0), lambda _, prompts: handed.extend(prompts), 1)
+    (meta,) = [prompt.meta for prompt in handed]
     assert meta == {"response_length": 6, "max_response_length": 8, "truncated": False}
     assert Overlong(4)(["text"], ["?"], [meta]) == [-0.5]
 

@@ -122,7 +122,8 @@ def test_what_the_loss_does_not_use_is_not_computed_again() -> None:
 def test_fused_scores(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of torch.compile are the same up to rounding, and one graph serves all numbers of rows."""
     compiled = cache(partial(torch.compile, backend=backend, fullgraph=True, dynamic=True))
-    monkeypatch.setattr("phalanx.functional.scores._compile_function", compiled)
+    choose = lambda function, fused: compiled(function) if fused else function  # noqa: E731
+    monkeypatch.setattr("phalanx.functional.scores._compiled", choose)
     head = torch.nn.Linear(8, 300, bias=False)
     for rows in (9, 4, 7):
         tokens, results = torch.arange(rows), []

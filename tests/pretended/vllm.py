@@ -12,10 +12,9 @@ import torch
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed import vllm_groups
 from phalanx.engines import vllm as judge_engine
-from phalanx.engines import vllm_text
 from phalanx.engines.vllm import VllmEngine
 from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
-from phalanx.functional.tokens import WHOLE
+from phalanx.functional.tokens import Decoding
 from phalanx.rollout.lm import vllm_rollout as rollout_engine
 from tests.pretended.record import RECORD
 
@@ -23,7 +22,7 @@ from tests.pretended.record import RECORD
 ROLLOUT = ["cache emptied", "rollout wakes weights", "rollout loads", "rollout wakes kv_cache", "rollout answers"]
 ROLLOUT += ["rollout sleeps at 2"]
 JUDGE = ["cache emptied", "judge wakes weights kv_cache", "judge answers", "judge sleeps at 1"]
-SAMPLING = vllm_text.Sampling(4, 1.0, WHOLE, [], [])
+DRAWN = Decoding(4, 1.0, [], 0)
 
 
 class Groups:
@@ -158,7 +157,7 @@ def steps(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
     judge = VllmEngine(section, Groups(), 0, 0, text=True)  # type: ignore[arg-type]
     for _ in range(2):
         with rollout.awake(weights()):
-            rollout.generate([[1, 2]], [0], SAMPLING)
+            rollout.generate([[1, 2]], [0], DRAWN)
         with judge.awake():
             judge.answer([], [((), "?")])
         RECORD.event("update")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.transformers import load_processor
-from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
-from phalanx.functional.tokens import WHOLE
+from phalanx.engines.vllm_text import Shown, TextEngine, TextEngineConfig
+from phalanx.functional.tokens import Decoding
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
 from tests.helpers.jobs import rows
@@ -27,7 +27,7 @@ from tests.helpers.tiny_vision import chat, picture, tiny_vision
 
 SHOWN = [[0], [1], [0, 1, 2], [], [2]]  # the images of each prompt, all of which have one text
 SIZES = [(48, 24), (24, 48), (30, 90)]
-DRAWN = Sampling(8, 0.7, WHOLE, [], [])
+DRAWN = Decoding(8, 0.7, [], 0)
 GREEDY = replace(DRAWN, temperature=0.0)
 
 

@@ -13,8 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from phalanx.engines.vllm_text import Sampling
-from phalanx.functional.tokens import WHOLE
+from phalanx.functional.tokens import Decoding
 from phalanx.types import JobError, Prompt
 from tests.helpers.jobs import rows
 from tests.helpers.judged_text import BASE
@@ -154,7 +153,7 @@ def with_a_lora(cfg: Any) -> dict[str, Any]:
     move(policy.trained, 0.05)
     with trainer.collector.rollout.awake():
         prompts = [[*range(3, 3 + length)] for length in (5, 40, 90)]
-        asked = (prompts, [0, 1, 2], Sampling(12, 0.0, WHOLE, [], []))
+        asked = (prompts, [0, 1, 2], Decoding(12, 0.0, [], 0))
         found: dict[str, Any] = {"drawn": engine.generate(*asked), "beside": engine.adapter is not None}
     if engine.adapter is None:
         return found

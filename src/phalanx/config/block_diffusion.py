@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
-from phalanx.config.engines import check_engine_class
 from phalanx.config.fields import arg
 from phalanx.config.lm import AnsweredDataConfig, LMRolloutConfig, LMRunConfig
 from phalanx.config.ranges import COUNT
@@ -77,9 +76,5 @@ class BlockDiffusionTaskConfig(BlockDiffusionRunConfig):
     prompts with a column of responses; train_batch_size counts samples; `rollout` and `reward` are for validation.
     """
 
+    needs_engine: ClassVar[bool] = True
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an engine class that cannot be used."""
-        super().__post_init__()
-        check_engine_class(self.rollout)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from phalanx.config.choices import WINDOW
-from phalanx.config.engines import FORMS, check_engine_class
+from phalanx.config.engines import FORMS
 from phalanx.config.fields import arg
 from phalanx.config.ranges import COUNT, SDE_TYPES, STEPS, TIMES
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
@@ -209,10 +209,6 @@ class FlowMatchingTaskConfig(FlowRunConfig):
     """
 
     kind: ClassVar[str] = "flow_matching"
+    needs_engine: ClassVar[bool] = True
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
     flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for an engine class that cannot be used."""
-        super().__post_init__()
-        check_engine_class(self.rollout)

@@ -273,6 +273,7 @@ class RunConfig:
     """Sections that every training job has."""
 
     kind: ClassVar[str] = ""  # the kind of its policy, or of its job: see KINDS of phalanx.run.kind
+    needs_engine: ClassVar[bool] = False  # whether it samples; an export, which reads a run's configuration, does not
     runs: ClassVar[dict[str, Any]] = {}  # of a sweep: the configuration of each run by its name
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -288,14 +289,17 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        """Accept any engine: jobs that read another run's configuration, such as an export, do not need its engine."""
+        """Raise ConfigError for an engine class that is needed and cannot be used."""
         self.sweep = dict(dotted(self.sweep))
+        if self.needs_engine:
+            check_engine_class(self.rollout)
 
 
 @dataclass
 class RLConfig(RunConfig):
     """Configuration of reinforcement learning."""
 
+    needs_engine: ClassVar[bool] = True
     algorithm: Any = field(default_factory=AlgorithmConfig, metadata=ALGORITHM)
     actor: ActorConfig = field(default_factory=ActorConfig)
     placement: dict[str, Any] = arg(
@@ -303,9 +307,8 @@ class RLConfig(RunConfig):
     )
 
     def __post_init__(self) -> None:
-        """Set algorithm.global_std if reward.normalize implies it; raise ConfigError for an invalid engine class."""
+        """Set algorithm.global_std if reward.normalize implies it."""
         super().__post_init__()
-        check_engine_class(self.rollout)
         a = self.algorithm
         has_std = "global_std" in vars(a) and "global_std" not in a.unused
         if self.reward.normalize == "gdpo" and has_std and a.global_std is None:

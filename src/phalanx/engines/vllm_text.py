@@ -13,23 +13,9 @@ from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.receipt import Receipt
 from phalanx.engines.vllm import load_llm, rejected
 from phalanx.engines.vllm_lora import Adapter, asking, kept, lora_options, put, served, usable
-from phalanx.functional.tokens import Truncation
+from phalanx.functional.tokens import Decoding
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of a call: a response has at most `limit` tokens and ends with a token of `ends` or once it contains a
-    text of `stop`. temperature 0 is greedy. Tokens of `never` are not drawn.
-    """
-
-    limit: int
-    temperature: float
-    truncation: Truncation
-    ends: Sequence[int]
-    stop: Sequence[str]
-    never: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +38,7 @@ class Asked:
     name: str
     tokens: list[int]
     seed: int
-    sampling: Sampling
+    decoding: Decoding
     shown: Shown | None = None
 
 
@@ -202,13 +188,13 @@ class TextEngine:
         assert done, "requests are running"
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, shown: Sequence[Shown | None] = ()
+        self, prompts: list[list[int]], seeds: list[int], decoding: Decoding, shown: Sequence[Shown | None] = ()
     ) -> tuple[list[list[int]], list[list[float]]]:
         """A response to each prompt, a function of the prompt and its seed, and the log-probabilities of its tokens.
 
         `shown`: the images of each prompt. JobError if vLLM's tokens of a prompt with images differ from `prompts`.
         """
-        settings = [_sampling_params(sampling, seed) for seed in seeds]
+        settings = [_sampling_params(decoding, seed) for seed in seeds]
         images = shown or [None] * len(prompts)
         with self._groups.active(), torch.no_grad():
             short = [prompt if image is None else image.short for prompt, image in zip(prompts, images, strict=True)]
@@ -245,7 +231,7 @@ class TextEngine:
         inputs = _vllm_prompts([request.tokens for request in requests], [request.shown for request in requests])
         for request, given in zip(requests, inputs, strict=True):
             # not token by token
-            settings = _sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
+            settings = _sampling_params(request.decoding, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
             self._llm.llm_engine.add_request(request.name, given, settings, lora_request=self._asking)
 
     def step(self) -> list[tuple[str, list[int], list[int], list[float]]]:
@@ -282,22 +268,22 @@ def _vllm_prompts(prompts: list[list[int]], shown: Sequence[Shown | None]) -> li
     return inputs
 
 
-def _sampling_params(sampling: Sampling, seed: int, **options: Any) -> Any:
+def _sampling_params(decoding: Decoding, seed: int, **options: Any) -> Any:
     """vLLM's settings of a request."""
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=sampling.temperature,
-        **asdict(sampling.truncation),
-        max_tokens=sampling.limit,
-        stop_token_ids=list(sampling.ends),
-        ignore_eos=not sampling.ends,
+        temperature=decoding.temperature,
+        **asdict(decoding.truncation),
+        max_tokens=decoding.limit,
+        stop_token_ids=list(decoding.ends),
+        ignore_eos=not decoding.ends,
         logprobs=0,
         seed=seed % 2**63,
-        stop=list(sampling.stop),
+        stop=list(decoding.stop),
         include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop),
-        logit_bias=dict.fromkeys(sampling.never, -math.inf) or None,
+        detokenize=bool(decoding.stop),
+        logit_bias=dict.fromkeys(decoding.never, -math.inf) or None,
         **options,
     )
 

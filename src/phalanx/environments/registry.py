@@ -39,7 +39,7 @@ class Kind:
 
 def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
     """The environments of a configuration by name."""
-    if cfg.path is None and cfg.kwargs:
+    if not cfg.path and cfg.kwargs:
         raise ConfigError(
             f"environment.kwargs: {', '.join(cfg.kwargs)} would be arguments of environment.path, which is not set"
         )
@@ -49,14 +49,10 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
         _add_tools(extra, tools, f"environment.tools[{i}]")
     if cfg.tool_config_path is not None:
         return {None: _with_tools(_import_adapter("verl").load(cfg.tool_config_path), extra, "environment.tools")}
-    if cfg.path is None:
+    if not cfg.path:
         return {None: Kind("environment.tools", object, extra, frozenset())}  # functions have no state
     if isinstance(cfg.path, str):
         return {None: _resolve_kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
-    if not isinstance(cfg.path, dict) or not cfg.path:
-        raise ConfigError(
-            f"environment.path: expected {_expected_forms()}, or a mapping of names to these, got {cfg.path!r}"
-        )
     for name, kwargs in cfg.kwargs.items():
         if name not in cfg.path or not isinstance(kwargs, dict):
             raise ConfigError(

@@ -49,7 +49,10 @@ def needed(tokens: Tensor, budget: int, *, packed: bool, adjacent: bool = False,
     """
     total = int(tokens.sum())
     parts = max(least, -(-total // budget))  # a lower bound, packed or not
-    while parts < len(tokens) and _largest_cost(tokens, parts, packed=packed, adjacent=adjacent) > budget:
+    while parts < len(tokens):
+        largest = split(tokens, parts, packed=packed, adjacent=adjacent)[0]
+        if cost(tokens, largest, packed=packed) <= budget:
+            break
         parts += 1
     return min(parts, len(tokens))
 
@@ -74,11 +77,6 @@ def evenly_dealt(costs: Sequence[float], room: Sequence[int]) -> list[int]:
         else:
             heappop(heap)
     return result
-
-
-def _largest_cost(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool) -> int:
-    cut = split(tokens, parts, packed=packed, adjacent=adjacent)
-    return max(cost(tokens, rows, packed=packed) for rows in cut)
 
 
 def _split_packed(tokens: Tensor, parts: int) -> list[list[int]]:

@@ -63,6 +63,26 @@ WHOLE = Truncation()
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How responses are drawn: at most `limit` tokens, up to one of `ends` or a text of `stop`, and none of `never`;
+    temperature 0 is greedy.
+    """
+
+    limit: int
+    temperature: float
+    ends: Sequence[int]
+    pad: int
+    truncation: Truncation = WHOLE
+    never: Sequence[int] = ()
+    stop: Sequence[str] = ()
+
+    @property
+    def draws(self) -> int:
+        """Uniform numbers per token."""
+        return 1
+
+
+@dataclass(frozen=True)
 class TokenTrace:
     """Prompts with their responses.
 

@@ -109,9 +109,11 @@ class RewardClient:
         if rewards.judges is not None:
             self.metrics["perf/judge_busy_s"] = rewards.judges.busy_s
         if self.tells:
-            self.feedback = self._feedback_of_all(rewards.feedback)
+            self.feedback = rewards.feedback
         if self.world.context_size > 1:
             terms = self._of_all(terms)
+            if self.tells:
+                self.feedback = self._feedback_of_all(rewards.feedback)
         if self.forgives and terms:  # there are none if every term is a PolicyReward
             terms = self._fill_missing(terms)
         return terms
@@ -149,8 +151,6 @@ class RewardClient:
     def _feedback_of_all(self, texts: list[str]) -> list[str]:
         """The texts about all of this rank's samples, including those that other ranks have scored for it."""
         size = self.world.context_size
-        if size == 1:
-            return texts
         place = self.world.rank // size * size
         dealt = all_gather_object(texts)[place : place + size]
         return list(filter(lambda text: text is not None, chain(*zip_longest(*dealt))))

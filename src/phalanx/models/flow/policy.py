@@ -92,7 +92,7 @@ class FlowPolicy:
         parts += [config.reference_size] * (model.image_column is not None)
         self.longest, self._multiple = data.max_prompt_length, data.text_length_multiple
         self._forward_flops: int | None = None
-        self._embeds = EmbedsCache(self._encode_missing, " ".join(map(str, parts)), data.embeds_cache_dir)
+        self.embeds = EmbedsCache(self._encode_missing, " ".join(map(str, parts)), data.embeds_cache_dir)
         self.node = Node(world, parallel.timeout_s)
 
     # -- text -------------------------------------------------------------------------------------
@@ -104,25 +104,10 @@ class FlowPolicy:
         (height, width) of the samples, or (height, width, frames) of videos. Raises ValueError for an image that cannot
         be read.
         """
-        return self._embeds(self._cache_keys(prompts, negatives, size))
+        return self.embeds(self.cache_keys(prompts, negatives, size))
 
-    def embed_in_turns(
-        self,
-        prompts: list[list[Prompt]],
-        negatives: bool,
-        size: tuple[int, ...],
-        agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
-    ) -> None:
-        """Encode ahead what the node's ranks will `embed`, each text on only one of them.
-
-        prompts: a list for each rank of the node. agreed: calls a function that may raise ValueError on one rank, so
-        that all ranks raise.
-        """
-        keys = [self._cache_keys(each, negatives, size) for each in prompts]
-        self._embeds.share(keys, self.node, agreed)
-
-    def _cache_keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
-        """Keys of the prompts in the cache, then keys of their negative prompts."""
+    def cache_keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
+        """Keys of the prompts in the cache `embeds`, then keys of their negative prompts; see `embed`."""
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative
@@ -141,10 +126,6 @@ class FlowPolicy:
         rounded = longest + -longest % self._multiple
         length = max(longest, min(rounded, self.model.most_tokens(self.longest, *size)))
         return length + -length % self.world.context_size
-
-    def room(self) -> int:
-        """Number of embeddings that fit in the cache in memory, by the size of those so far."""
-        return self._embeds.room()
 
     @torch.no_grad()
     def _encode_missing(self, keys: list[str | Instruction]) -> list[Embeds]:
@@ -177,7 +158,7 @@ class FlowPolicy:
                 self.model.pipeline.register_modules(**{name: part})
         self.model.vae = other.model.vae
         if text:
-            self.model.text_encoders, self._embeds = other.model.text_encoders, other._embeds
+            self.model.text_encoders, self.embeds = other.model.text_encoders, other.embeds
 
     # -- sampling and replay ----------------------------------------------------------------------
 
@@ -304,7 +285,7 @@ class FlowPolicy:
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """See phalanx.run.start.TrainedPolicy."""
+        """See phalanx.training.components.TrainedPolicy."""
         trace: FlowTrace = samples.trace
         return step_flops(
             self.forward_flops(trace),

@@ -78,8 +78,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class KVRows:
     """Up to `rows` samples of up to `length` tokens."""
 
-    refills = True  # whether rows begin and wait at any time
-
     def __init__(self, config: Any, rows: int, length: int) -> None:
         self._step = _Step(rows, length, torch.zeros(0, dtype=torch.long))
         self.cache = DynamicCache(config=config)
@@ -149,8 +147,6 @@ def holds_rows(cache: Any) -> bool:
 
 class Columns:
     """Samples that begin together as rows of prompts that were read into `cache` with a mask [P, L], left-padded."""
-
-    refills = False
 
     def __init__(self, cache: DynamicCache, mask: Tensor, rows: Sequence[int]) -> None:
         self.cache, self._real = cache, mask

@@ -294,7 +294,7 @@ class LMPolicy:
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """See phalanx.run.start.TrainedPolicy. Padding does not count.
+        """See phalanx.training.components.TrainedPolicy. Padding does not count.
 
         Decoding reads each prompt once. Logits count as recomputed in the backward pass, as they are in passes of
         several chunks.

@@ -51,7 +51,7 @@ class ValueLM(nn.Module):
 
 
 class LMCritic:
-    """See phalanx.run.start.Critic."""
+    """See phalanx.training.components.Critic."""
 
     def __init__(self, trained: TrainedModel, policy: LMPolicy) -> None:
         """`policy`: samples are padded or packed as for this policy."""

@@ -1,11 +1,8 @@
 """Pairs of images from the data instead of sampled images, for training on preference data with the same loop."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
 from phalanx.distributed.collectives import on_all_ranks
@@ -26,12 +23,6 @@ class DatasetRollout(PolicyRollout):
 
     facts = EngineFacts(weights="none", redraws=False, videos=False, columns=PAIR)
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Do not gather the policy's weights, which reading images does not need."""
-        with torch.no_grad():
-            yield
-
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """Read this rank's share of the images; `prompts` are those of all ranks, with Pictures in their meta.
 
@@ -45,7 +36,9 @@ class DatasetRollout(PolicyRollout):
             group = i // self.config.n
             turned = fold_in(seed, step, group, "pair")
             shown.append((prompts[group], columns[(i + turned) % len(columns)]))
-        pixels = self._read_images(shown)
+        size = self.sampler.height, self.sampler.width
+        # [B, 3, H, W] in 0..1
+        pixels = torch.stack(on_all_ranks(lambda: [prompt.meta[column].pixels(*size) for prompt, column in shown]))
         marked = [self._mark_preferred(prompt, column == columns[0]) for prompt, column in shown]
         parts = []
         for part in torch.arange(len(index)).split(self.micro_batch_size):
@@ -74,12 +67,6 @@ class DatasetRollout(PolicyRollout):
         """As PolicyRollout. `preferred` is None, because these images are not from the data."""
         with self.policy.unsharded():  # `awake` does not gather the weights
             super().sample_validation([self._mark_preferred(prompt, None) for prompt in prompts], each=each)
-
-    def _read_images(self, shown: list[tuple[Prompt, str]]) -> Tensor:
-        """Read the images [B, 3, H, W] in 0..1 of pairs of a prompt and a column."""
-        s = self.sampler
-        pictures = [prompt.meta[column] for prompt, column in shown]
-        return torch.stack(on_all_ranks(lambda: [picture.pixels(s.height, s.width) for picture in pictures]))
 
     def _mark_preferred(self, prompt: Prompt, preferred: bool | None) -> Prompt:
         """The prompt of one image: its meta gets `preferred` instead of the columns of images."""

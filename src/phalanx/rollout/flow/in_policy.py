@@ -1,7 +1,7 @@
 """Sampling with the trained modules themselves: no second copy of the weights, and exact log-probabilities."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -63,8 +63,8 @@ class PolicyRollout:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights gathered for the duration of the rollout."""
-        with torch.no_grad(), self.policy.unsharded():
+        """Keep the weights gathered for the duration of the rollout, unless its samples are of the data."""
+        with torch.no_grad(), nullcontext() if self.facts.weights == "none" else self.policy.unsharded():
             yield
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
@@ -184,9 +184,8 @@ class PolicyRollout:
         """
         # The numbers are consecutive, so that a rank has few prompts. Neighboring ranks may have other samples of its
         # first and last prompt: groups are assembled where rewards are gathered.
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
-        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
-        used, rows = torch.unique(index // n, return_inverse=True)
+        index = self.world.share(len(prompts) * self.config.n)
+        used, rows = torch.unique(index // self.config.n, return_inverse=True)
         embeds = self.collate([prompts[g] for g in used.tolist()], negatives=self.sampler.guided)
         return index, rows.to(self.world.device), embeds
 
@@ -269,13 +268,11 @@ class PolicyRollout:
         Returns the number of such steps that fit into the cache, the minimum over all ranks.
         """
         node, sampler = self.policy.node, self.sampler
-        shown = [self._rank_prompts(batches, rank) for rank in node.ranks]
-        local = shown[node.place]
-        self.policy.embed_in_turns(
-            shown, sampler.guided, (sampler.height, sampler.width, sampler.num_frames), self._encode_together
-        )
-        entries = len(local) * (2 if sampler.guided else 1)
-        room = self.policy.room() * len(batches) // entries
+        size, keys = (sampler.height, sampler.width, sampler.num_frames), []
+        for rank in node.ranks:
+            keys.append(self.policy.cache_keys(self._rank_prompts(batches, rank), sampler.guided, size))
+        self.policy.embeds.share(keys, node, self._encode_together)
+        room = self.policy.embeds.room() * len(batches) // len(keys[node.place])
         # the minimum, because all ranks must encode at the same steps
         return -reduce_int(-room, "max")
 

@@ -46,10 +46,10 @@ class Conversed(Drawn):
     ended: str
     turns: int
     calls: int
-    mistakes: int
-    failures: int
-    seconds: float
-    earned: dict[int, float]
+    mistakes: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    earned: dict[int, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:

@@ -4,35 +4,16 @@ A token is drawn by inverting the cumulative distribution at a uniform number th
 so it depends neither on the batch nor on the rank, up to rounding.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.functional.scores import row_chunks
-from phalanx.functional.tokens import FAR, WHOLE, Truncation
+from phalanx.functional.tokens import FAR
+from phalanx.functional.tokens import Decoding as Decoding
 from phalanx.types import JobError
 
 PART = 256  # tokens whose probabilities are summed first, so that only these sums and one part need float64
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Settings: at most `limit` tokens, up to one of `ends` and none of `never`; temperature 0 is greedy."""
-
-    limit: int
-    temperature: float
-    ends: Sequence[int]
-    pad: int
-    truncation: Truncation = WHOLE
-    never: Sequence[int] = ()
-
-    @property
-    def draws(self) -> int:
-        """Uniform numbers per token."""
-        return 1
 
 
 def check_finite(finite: Tensor) -> None:

@@ -8,13 +8,13 @@ assistant's, with {% generation %}, if it does.
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import dropwhile, takewhile
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
@@ -30,13 +30,14 @@ from phalanx.models.lm.chat import ChatRenderer, chat_messages, template_of, wit
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.conversations import Conversed, marked
-from phalanx.rollout.lm.in_policy import LMRollout, measured
+from phalanx.rollout.lm.in_policy import LMRollout, hand_over
 from phalanx.types import Each, Prompt, Samples
 
 log = logging.getLogger(__name__)
 ANSWERS = "phalanx_answers"  # key of a prompt's meta: what follows it; of a pair, first the preferred response
 Messages = list[dict[str, Any]]
 Spoken = tuple[list[int], list[bool]]  # the tokens of a turn, and which of them are trained
+Spans = list[tuple[int, int]]  # of a text: the characters that are trained; empty: all of them
 MARKS = {"generation_begins": "\U000f0a10", "generation_ends": "\U000f0a11"}  # of the private use area
 
 
@@ -67,19 +68,13 @@ class DatasetRollout(LMRollout):
 
     facts = EngineFacts(weights="none", redraws=False)
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Do not gather the policy's weights, which reading the data does not need."""
-        with torch.no_grad():
-            yield
-
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """Return this rank's share of the data's responses; `prompts` are those of all ranks.
 
         Raises JobError, on all ranks, if an image cannot be read.
         """
-        share, n = len(prompts) * self.config.n // self.world.data_size, self.config.n
-        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
+        n = self.config.n
+        index = self.world.share(len(prompts) * n)
         plain: list[Prompt] = []
         answers: list[Answer] = []
         for i in index.tolist():
@@ -88,17 +83,9 @@ class DatasetRollout(LMRollout):
             answers.append(given[i % n % len(given)])
             meta |= {"preferred": i % n == 0} if len(given) > 1 else {}
             plain.append(replace(prompts[i // n], meta=meta))
-        self._drawn = list(on_all_ranks(lambda: list(map(self._read, plain, answers))))
-        for start in range(0, share, self.micro_batch_size):
-            part = slice(start, start + self.micro_batch_size)
-            pairs = zip(plain[part], self._drawn[part], strict=True)
-            each([drawn.text for drawn in self._drawn[part]], [measured(*pair, self.how) for pair in pairs])
+        self.drawn = list(on_all_ranks(lambda: list(map(self._read, plain, answers))))
+        hand_over(plain, self.drawn, self.how, each, self.micro_batch_size)
         return self._samples(plain, index)
-
-    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """As LMRollout."""
-        with self.policy.unsharded():  # `awake` does not gather the weights
-            super().sample_validation(prompts, each=each)
 
     def _read(self, prompt: Prompt, answer: Answer) -> Conversed:
         return Conversed(
@@ -111,15 +98,11 @@ class DatasetRollout(LMRollout):
             ended="tokens" if answer.truncated else "done",
             turns=answer.turns,
             calls=answer.calls,
-            mistakes=0,
-            failures=0,
-            seconds=0.0,
-            earned={},
         )
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> TokenTrace:
         trace: TokenTrace = super()._trace(ids, starts, lengths, width)
-        read: list[Any] = self._drawn
+        read: list[Any] = self.drawn
         return trace if self.talks is not None else marked(trace, read)
 
 
@@ -271,6 +254,7 @@ def _turn_tokens(
 ) -> Iterator[Spoken]:
     """The tokens of each turn, the message at a place of what follows a prompt, with its end token."""
     tokenizer, data, path = policy.tokenizer, policy.data, policy.config.path
+    marks: list[Spans] = [[] for _ in spoken]
     if tokenizer.chat_template is None:
         texts = [rest[place]["content"] for _, rest, place in spoken]
     else:
@@ -282,15 +266,17 @@ def _turn_tokens(
             asked.append({"messages": whole, "tools": tools or None, "add_generation_prompt": False, **MARKS})
         with closing(ChatRenderer(template_of(tokenizer, tools or None, path), tokenizer, data, path)) as renderer:
             rendered = renderer.texts(asked)
-        texts = []
-        for (row, _, _), before, after in zip(spoken, rendered[::2], rendered[1::2], strict=True):
-            if not _unmarked(after).startswith(before):
+        texts, marks = [], []
+        for (row, _, _), before, marked_text in zip(spoken, rendered[::2], rendered[1::2], strict=True):
+            after, spans = _without_marks(marked_text)
+            if not after.startswith(before):
                 raise DataError(
                     f"{row.place}: {renderer.name} does not render the assistant's message behind its own generation "
                     "prompt; expected one that does, or data.chat_template_kwargs with which it does"
                 )
-            texts.append(_behind(after, len(before)))
-    for (row, _, _), (tokens, trained) in zip(spoken, _tokens(texts, tokenizer), strict=True):
+            texts.append(after[len(before) :])
+            marks.append([(max(a - len(before), 0), b - len(before)) for a, b in spans if b >= len(before)])
+    for (row, _, _), (tokens, trained) in zip(spoken, _tokens(texts, marks, tokenizer), strict=True):
         end = next((place for place, token in enumerate(tokens) if token in policy.ends), len(tokens))
         if policy.decode(tokens[end:]).strip():
             raise DataError(f"{row.place}: a message of the assistant contains an end token of the model")
@@ -299,37 +285,31 @@ def _turn_tokens(
         yield (tokens, trained) if end < len(tokens) else ([*tokens, tokenizer.eos_token_id], [*trained, True])
 
 
-def _unmarked(text: str) -> str:
-    return text.translate(dict.fromkeys(map(ord, MARKS.values())))
-
-
-def _behind(text: str, start: int) -> str:
-    """The text behind its first `start` characters, which do not count marks; a mark in effect there begins it."""
+def _without_marks(text: str) -> tuple[str, Spans]:
+    """The text without MARKS, and where they begin and end in it."""
+    plain, spans, first = "", list[tuple[int, int]](), None
     begin, end = MARKS.values()
-    place = count = 0
-    while count < start:
-        count += text[place] not in (begin, end)
-        place += 1
-    open_here = text.rfind(begin, 0, place) > text.rfind(end, 0, place)
-    return begin * open_here + text[place:]
+    for piece in re.split(f"([{begin}{end}])", text):
+        if piece == begin:
+            first = len(plain) if first is None else first
+        elif piece == end:
+            spans += [] if first is None else [(first, len(plain))]
+            first = None
+        else:
+            plain += piece
+    return plain, spans if first is None else [*spans, (first, len(plain))]
 
 
-def _tokens(texts: Sequence[str], tokenizer: Any) -> Iterator[Spoken]:
-    """The tokens of texts without their marks, and which have a character between two marks; all without marks."""
-    begin, end = MARKS.values()
-    marked = tokenizer.is_fast and any(begin in text for text in texts)
-    encoded = tokenizer(list(map(_unmarked, texts)), add_special_tokens=False, return_offsets_mapping=marked)
-    for place, (text, tokens) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
-        if not marked or begin not in text:
-            yield tokens, [True] * len(tokens)
-            continue
-        within, inside = list[bool](), False  # of each character
-        for character in text:
-            if character in (begin, end):
-                inside = character == begin
-            else:
-                within.append(inside)
-        yield tokens, [any(within[slice(*span)]) for span in encoded["offset_mapping"][place]]
+def _tokens(texts: Sequence[str], marks: Sequence[Spans], tokenizer: Any) -> Iterator[Spoken]:
+    """The tokens of texts, and which have a marked character; all of a text without marks."""
+    marked = tokenizer.is_fast and any(marks)
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=marked)
+    for place, tokens in enumerate(encoded["input_ids"]):
+        trained = [True] * len(tokens)
+        if marked and marks[place]:
+            for i, (first, last) in enumerate(encoded["offset_mapping"][place]):
+                trained[i] = any(max(a, first) < min(b, last) for a, b in marks[place])
+        yield tokens, trained
 
 
 def _joined(

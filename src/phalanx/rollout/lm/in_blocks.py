@@ -44,9 +44,9 @@ class BlockDiffusionRollout(LMRollout):
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """Metrics of LMRollout, and rollout/tokens_per_forward, the tokens unmasked per denoising step of a block."""
-        tokens = sum(len(drawn.steps) for drawn in self._drawn)
+        tokens = sum(len(drawn.steps) for drawn in self.drawn)
         row = super().metrics(samples, reward)
-        forwards = reduce_int(sum(self.forwards(drawn) for drawn in self._drawn), "sum")
+        forwards = reduce_int(sum(self.forwards(drawn) for drawn in self.drawn), "sum")
         return row | {"rollout/tokens_per_forward": Mean(reduce_int(tokens, "sum") / forwards, forwards)}
 
     def forwards(self, drawn: Drawn) -> int:
@@ -81,9 +81,9 @@ class BlockDiffusionRollout(LMRollout):
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> BlockTrace:
         step = torch.full((len(ids), width), -1)
-        for i, drawn in enumerate(self._drawn):
+        for i, drawn in enumerate(self.drawn):
             step[i, : len(drawn.steps)] = torch.tensor(drawn.steps)
-        seeds = torch.tensor([fold_in(*drawn.prompt, *drawn.response) for drawn in self._drawn])
+        seeds = torch.tensor([fold_in(*drawn.prompt, *drawn.response) for drawn in self.drawn])
         step, seeds = step.to(ids.device), seeds.to(ids.device)
         trace = BlockTrace(ids, starts, lengths, width, step=step, seeds=seeds, states=0, size=self.policy.size)
         most = reduce_int(int(self.policy.states(trace).max()), "max")

@@ -46,7 +46,7 @@ class LMRollout:
         self.policy, self.config, self.data, self.world = policy, config, policy.data, world
         self.micro_batch_size, self.passes = micro_batch_size, passes
         self.how, self.val_how = self._settings()
-        self._drawn: list[Drawn] = []  # by the last call of `sample`, for `resample`
+        self.drawn: list[Drawn] = []  # the samples of the last `sample` or `gathered`, as they are after `resample`
         self._seed = (0, 0)
         self._held: list[Any] = []  # keeps the current prompts' images alive: the policy does not hold on to them
 
@@ -60,8 +60,8 @@ class LMRollout:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Keep the weights gathered for the duration of the rollout."""
-        with torch.no_grad(), self.policy.unsharded():
+        """Keep the weights gathered for the duration of the rollout, unless its samples are of the data."""
+        with torch.no_grad(), nullcontext() if self.facts.weights == "none" else self.policy.unsharded():
             yield
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
@@ -69,29 +69,24 @@ class LMRollout:
 
         The uniform numbers of response i of group g at training step k are a function of (seed, k, g, i).
         """
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
-        # sample i of the step is response i % n to prompt i // n; a rank has consecutive samples [B]
-        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
+        n = self.config.n
+        # sample i of the step is response i % n to prompt i // n
+        index = self.world.share(len(prompts) * n)
         self._seed = (seed, step)
         local, names = [], []
         for i in index.tolist():
             local.append(prompts[i // n])
             # keyed random numbers: the response depends neither on the rank nor on the batch
             names.append((seed, step, local[-1].group_id, i % n))
-        self._drawn = self._checked_draw(local, names, self.how, each)
+        self.drawn = self._checked_draw(local, names, self.how, each)
         return self._samples(local, index)
 
     def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor, seed: tuple[int, int]) -> Samples:
         """The Samples of responses `drawn` earlier for these prompts; `index` [B] are their numbers in the step, and
         `seed` is that of the run and the step.
         """
-        self._drawn, self._seed = drawn, seed
+        self.drawn, self._seed = drawn, seed
         return self._samples(prompts, index)
-
-    @property
-    def drawn(self) -> list[Drawn]:
-        """The samples of the last `sample` or `gathered`, as they are after `resample`."""
-        return self._drawn
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
         """Replace the prompts of the samples of the last `sample`, before `resample`."""
@@ -109,7 +104,7 @@ class LMRollout:
             names.append((*self._seed, samples.prompts[j].group_id, i + attempt * n))
         again = self._checked_draw([samples.prompts[j] for j in places], names, self.how, each)
         for j, drawn in zip(local, again, strict=False):
-            self._drawn[j] = drawn
+            self.drawn[j] = drawn
         numbers = torch.full((len(places),), -1)
         numbers[: len(local)] = samples.index[local]
         return self._samples(samples.prompts, samples.index), numbers
@@ -123,13 +118,14 @@ class LMRollout:
         val = self.config.val
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
-        return self._checked_draw(repeated, names, self.val_how, each)
+        with self.policy.unsharded() if self.facts.weights == "none" else nullcontext():  # `awake` does not gather them
+            return self._checked_draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """Metrics response/... and prompt/... over the samples of all ranks, whose rewards are `reward` [N]."""
         trace: TokenTrace = samples.trace
-        lengths = torch.tensor([float(drawn.length - drawn.behind) for drawn in self._drawn])
-        cut = torch.tensor([drawn.truncated for drawn in self._drawn])
+        lengths = torch.tensor([float(drawn.length - drawn.behind) for drawn in self.drawn])
+        cut = torch.tensor([drawn.truncated for drawn in self.drawn])
         total = reduce_int(len(cut), "sum")
         count = reduce_int(int(cut.sum()), "sum")  # truncated by max_response_length
         of_cut = reduce_float(float(reward[samples.index][cut].nan_to_num().sum()), "sum")
@@ -143,9 +139,9 @@ class LMRollout:
         if count:
             row["response/truncated_reward_mean"] = Mean(of_cut / count, count)
         if self.talks is not None:
-            row |= self.talks.metrics(self._drawn, reward[samples.index])
+            row |= self.talks.metrics(self.drawn, reward[samples.index])
         # nothing is drawn again from here on, so the frozen vision tower's features are freed with the samples
-        self._drawn = [replace(drawn, look=None) for drawn in self._drawn]
+        self.drawn = [replace(drawn, look=None) for drawn in self.drawn]
         return row
 
     def close(self) -> None:
@@ -161,9 +157,10 @@ class LMRollout:
         ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
         # LMPolicy.replay truncates as training does here, so that its log-probabilities are of the sampled distribution
         never = self.policy.trained.module.never
-        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config), never)
+        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config), never, config.stop)
         val_limit = val.max_response_length or limit
-        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val), never)
+        changed: dict[str, Any] = {"limit": val_limit, "temperature": val.temperature, "truncation": Truncation.of(val)}
+        return decoding, replace(decoding, **changed)
 
     def _checked_draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
@@ -200,10 +197,7 @@ class LMRollout:
                 new = [self.drawn_sample(request) for request in queued[part]]
             else:
                 new = draw(prompts[part], names[part], decoding)
-            each(
-                [drawn.text for drawn in new],
-                [measured(p, d, decoding) for p, d in zip(prompts[part], new, strict=True)],
-            )
+            hand_over(prompts[part], new, decoding, each, together)
             result += new
         if queued:
             # raises if logits were not finite
@@ -292,7 +286,7 @@ class LMRollout:
     ) -> Request:
         """A request for further tokens of a response, of which `tokens` were drawn before."""
         # each response has its own detector, which has read its prompt: a text may begin in the middle of a token
-        stops = StopTexts(self.policy.tokenizer, self.config.stop, prompt) if self.config.stop else None
+        stops = StopTexts(self.policy.tokenizer, decoding.stop, prompt) if decoding.stop else None
         options = {"room": decoding.limit} | options
         request = Request(prompt=prompt, name=name, decoding=decoding, stops=stops, **options)
         if tokens:
@@ -313,31 +307,31 @@ class LMRollout:
         """Pad the samples to tensors of the same sizes on all ranks, and add the policy's log-probabilities."""
         # [B]: the tokens of each prompt, the tokens after it, and those of the latter that the model drew; T and A are
         # the maxima over all ranks
-        starts = torch.tensor([len(drawn.prompt) for drawn in self._drawn])
-        behind = torch.tensor([len(drawn.response) for drawn in self._drawn])
-        lengths = torch.tensor([drawn.length for drawn in self._drawn])
+        starts = torch.tensor([len(drawn.prompt) for drawn in self.drawn])
+        behind = torch.tensor([len(drawn.response) for drawn in self.drawn])
+        lengths = torch.tensor([drawn.length for drawn in self.drawn])
         longest = reduce_int(int((starts + behind).max()), "max")
-        ids = torch.full((len(self._drawn), longest), self.policy.pad)  # [B, T]: prompt, response, padding
-        for i, drawn in enumerate(self._drawn):
+        ids = torch.full((len(self.drawn), longest), self.policy.pad)  # [B, T]: prompt, response, padding
+        for i, drawn in enumerate(self.drawn):
             ids[i, : starts[i] + behind[i]] = torch.tensor(drawn.prompt + drawn.response)
         device, width = self.world.device, reduce_int(int(lengths.max()), "max")
         trace = self._trace(ids.to(device), starts.to(device), lengths.to(device), width)
         mask = trace.mask  # [B, A]
         if self.config.mask_truncated:
-            cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
+            cut = torch.tensor([drawn.truncated for drawn in self.drawn], device=device)
             mask = mask & ~cut[:, None]  # DAPO's overlong filtering: a truncated response has no loss
-        texts = [drawn.text for drawn in self._drawn]
+        texts = [drawn.text for drawn in self.drawn]
         lengths = torch.stack([starts, behind, lengths], 1)
         samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
         if self.talks is not None:
-            samples = self.talks.samples(samples, self._drawn)
+            samples = self.talks.samples(samples, self.drawn)
         return self._scored(replace(samples, positions=self._positions(samples)))
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Any:
         """The trace that the policy replays: see TokenTrace."""
-        looks = tuple(drawn.look for drawn in self._drawn)
+        looks = tuple(drawn.look for drawn in self.drawn)
         trace = TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None)
-        return trace if self.talks is None else self.talks.trace(trace, self._drawn)
+        return trace if self.talks is None else self.talks.trace(trace, self.drawn)
 
     def _positions(self, samples: Samples) -> Tensor | None:
         """See phalanx.types.Samples."""
@@ -350,7 +344,7 @@ class LMRollout:
         if not self.exact:
             # computed by other kernels: rollout.correction weighs or replaces them
             log_prob = torch.zeros(samples.mask.shape)
-            for i, drawn in enumerate(self._drawn):
+            for i, drawn in enumerate(self.drawn):
                 log_prob[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
             return replace(samples, log_prob=log_prob.to(samples.mask.device))
         if self.passes is None:
@@ -380,13 +374,18 @@ def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:
         )
 
 
-def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
-    """The prompt as its reward sees it: `meta` gets the response's length, the limit, whether the response was
-    truncated, and the sample's further metadata.
+def hand_over(prompts: list[Prompt], drawn: list[Drawn], decoding: Decoding, each: Each, together: int) -> None:
+    """Pass samples to `each`, `together` at a time. The `meta` of their prompts gets what rewards may read: the
+    response's length, the limit, whether the response was truncated, and the sample's further metadata.
     """
-    lengths = {
-        "response_length": len(drawn.response) - drawn.behind,
-        "max_response_length": decoding.limit,
-        "truncated": drawn.truncated,
-    }
-    return replace(prompt, meta=prompt.meta | lengths | drawn.beside)
+    for first in range(0, len(drawn), together):
+        texts, shown = [], []
+        for prompt, sample in zip(prompts[first : first + together], drawn[first : first + together], strict=True):
+            lengths = {
+                "response_length": len(sample.response) - sample.behind,
+                "max_response_length": decoding.limit,
+                "truncated": sample.truncated,
+            }
+            texts.append(sample.text)
+            shown.append(replace(prompt, meta=prompt.meta | lengths | sample.beside))
+        each(texts, shown)

@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import all_gather_object
 from phalanx.functional.token_budget import evenly_dealt
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout, measured
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout, hand_over
 from phalanx.rollout.lm.session import converse
 from phalanx.types import Each, Prompt, Samples
 
@@ -213,8 +213,8 @@ class PartialRollout:
         self._groups = [group for group in self._groups if group not in trained]
         self._step = step + 1
         self._row = self._metrics(trained, step, before) | {"rollout/rounds": float(rounds)}
-        n, share = self.config.n, self._prompts * self.config.n // self.world.data_size
-        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
+        n = self.config.n
+        index = self.world.share(self._prompts * n)
         local: list[Prompt] = []
         drawn: list[Drawn] = []
         self._versions = []
@@ -225,11 +225,7 @@ class PartialRollout:
             of_response = self.rollout.request(group.tokens, (), self.rollout.how, response.tokens, look=group.look)
             of_response.log_probs, of_response.steps = response.log_probs, response.steps
             drawn.append(self.rollout.drawn_sample(of_response))
-        for start in range(0, share, self.micro_batch_size):
-            part = slice(start, start + self.micro_batch_size)
-            pairs = zip(local[part], drawn[part], strict=True)
-            scored = [measured(prompt, response, self.rollout.how) for prompt, response in pairs]
-            each([response.text for response in drawn[part]], scored)
+        hand_over(local, drawn, self.rollout.how, each, self.micro_batch_size)
         return self._versioned(self.rollout.gathered(drawn, local, index, (seed, step)), step)
 
     def _versioned(self, samples: Samples, step: int) -> Samples:

@@ -1,6 +1,6 @@
 """Sampling with vLLM in each rank's process, on a copy of the weights that is verified after every refresh."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,8 +17,8 @@ from phalanx.distributed.passes import Passes
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.receipt import listed
 from phalanx.engines.vllm_lora import Adapter
-from phalanx.engines.vllm_text import Asked, Sampling, Shown, TextEngine, TextEngineConfig
-from phalanx.functional.tokens import WHOLE, TokenTrace
+from phalanx.engines.vllm_text import Asked, Shown, TextEngine, TextEngineConfig
+from phalanx.functional.tokens import Decoding, TokenTrace
 from phalanx.media.pictures import in_memory
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.in_policy import LMRollout
@@ -65,6 +65,7 @@ class VllmRollout(LMRollout):
             )
         size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
         self.group = range(first, first + size)  # the ranks that share the engine's weights, including this one
+        beside = policy.trained.lora and config.lora_sync == "adapter"
         settings = TextEngineConfig(
             key=f"{config:engine}",
             path=policy.config.path,
@@ -79,7 +80,7 @@ class VllmRollout(LMRollout):
             enforce_eager=config.enforce_eager,
             images=None if policy.vision is None else bounds(policy.data),
             limit_images=config.limit_images,
-            adapter=adapter_of(policy, config),
+            adapter=Adapter(policy.config.lora_rank, policy.adapted_layers()) if beside else None,
             adapter_key=f"{config:lora_sync}",
         )
         self._groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
@@ -133,7 +134,7 @@ class VllmRollout(LMRollout):
 
     def _probe_error(self) -> float:
         """The mean difference between log-probs of engine and policy, of texts or of an image, whichever is larger."""
-        greedy = Sampling(PROBE_RESPONSE, 0.0, WHOLE, [], [], self.policy.trained.module.never)
+        greedy = Decoding(PROBE_RESPONSE, 0.0, [], self.policy.pad, never=self.policy.trained.module.never)
         shown = [shown_to(look, "the probe") for look in self._looks]
         responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy, shown)
         starts = torch.tensor([len(prompt) for prompt in self._probe])
@@ -155,7 +156,7 @@ class VllmRollout(LMRollout):
     @cached_property
     def session(self) -> Session:
         """See LMRollout."""
-        return VllmSession(self.engine, self._groups, self.config.stop)
+        return VllmSession(self.engine, self._groups)
 
 
 class VllmSession:
@@ -165,8 +166,8 @@ class VllmSession:
     and each goes on stepping until all have closed.
     """
 
-    def __init__(self, engine: TextEngine, groups: VllmGroups, stop: Sequence[str]) -> None:
-        self._engine, self._groups, self._stop = engine, groups, stop
+    def __init__(self, engine: TextEngine, groups: VllmGroups) -> None:
+        self._engine, self._groups = engine, groups
         self._rank, ranks = groups.cpu_group.rank(), groups.cpu_group.size()
         self._every = ARRIVALS if ranks > 1 else 1
         self._steps = self._count = 0
@@ -178,15 +179,14 @@ class VllmSession:
 
     def add(self, request: Request) -> None:
         """See Session."""
-        name, decoding, look = f"{self._rank}:{self._count}", request.decoding, request.look
+        name, look = f"{self._rank}:{self._count}", request.look
         self._count += 1
         if look not in self._shown:
             self._shown[look] = shown_to(look, request.place)
         shown = self._shown[look]
         tokens = request.rest(0) if shown is None else shown.short + request.tokens
-        room = request.room - len(request.tokens)
-        sampling = Sampling(room, decoding.temperature, decoding.truncation, decoding.ends, self._stop, decoding.never)
-        self._new.append(Asked(name, tokens, request.seed, sampling, shown))
+        decoding = replace(request.decoding, limit=request.room - len(request.tokens))
+        self._new.append(Asked(name, tokens, request.seed, decoding, shown))
         self._own[name] = request
 
     def step(self) -> list[Request]:
@@ -228,13 +228,6 @@ class VllmSession:
             self._engine.add(of_rank)
             self._running |= {request.name for request in of_rank}
         return not self._running and all(done for _, done in everyone)
-
-
-def adapter_of(policy: LMPolicy, config: LMRolloutConfig) -> Adapter | None:
-    """The policy's LoRA, if there is one and rollout.lora_sync does not merge it."""
-    if not policy.trained.lora or config.lora_sync == "merged":
-        return None
-    return Adapter(policy.config.lora_rank, policy.adapted_layers())
 
 
 def bounds(data: LMDataConfig) -> dict[str, int]:
