@@ -1,7 +1,7 @@
 """Makes a process look like one on macOS: python tests/helpers/mac.py tasks/train_grpo.py config.yaml key=value ...
 
 sys.platform is darwin, there is no /proc, /sys or /dev/shm, `os` lacks what only Linux has, libc lacks its calls, and the
-address space cannot be limited. Libraries that are loaded before stay those of Linux.
+address space cannot be limited, and gloo makes all its connections at once. Libraries that are loaded before stay those of Linux.
 """
 
 import ctypes
@@ -35,6 +35,8 @@ def missing(path: Any) -> FileNotFoundError:
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "os.putenv" and arguments[0] == b"TORCH_GLOO_LAZY_INIT":
+        raise RuntimeError("UV transport does not support lazy init")  # gloo's transport on macOS, when it is made
     if event in OPENING and absent(arguments[0]):
         raise missing(arguments[0])
 
