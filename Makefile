@@ -12,6 +12,8 @@ VERIFIERS_VENV ?= .venv-verifiers
 OPENENV_VENV ?= .venv-openenv
 BROWSER_VENV ?= .venv-browser
 NEWEST_VENV ?= .venv-newest
+RELEASE_VENV ?= .venv-release
+SBOM_VENV ?= .venv-sbom
 # The tests that depend most on transformers, diffusers and peft.
 NEWEST_TESTS ?= tests/numerics/test_models.py tests/numerics/test_llada2.py tests/distributed/test_llada2.py \
   tests/e2e/test_export_lm.py tests/e2e/test_language_model_folders.py tests/unit/test_model_folder.py
@@ -44,7 +46,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint quickstart-sft recipe test-fast test test-rest test-all test-instruction-sets test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-day gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint quickstart-sft recipe test-fast test test-rest test-all test-instruction-sets test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-day gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel test-wheel sbom conda lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -82,7 +84,10 @@ help:
 	@echo "make base-vl          rebuild the tiny vision-language model and its images, about 3 minutes"
 	@echo "make base-bd          rebuild the tiny block-diffusion model from that language model, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
-	@echo "make wheel            build the wheel into dist/"
+	@echo "make wheel            build the wheel and the sdist into dist/, and check them"
+	@echo "make test-wheel       use that wheel from an empty environment, also with PYTHONS=\"python3.12 python3.13\""
+	@echo "make sbom             write its bill of materials, dist/phalanx-*.cdx.json, as CycloneDX"
+	@echo "make conda            render the recipe of a conda package"
 	@echo "make lock             update constraints*.txt to the newest versions of all packages that work together"
 	@echo "make test-locks       check that constraints*.txt can be resolved on Python 3.11, 3.12 and 3.13, a few minutes"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
@@ -240,9 +245,30 @@ base-bd: $(VENV)/.installed
 docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict
 
-wheel: $(VENV)/.installed
-	@$(PIP) build
-	@$(BIN)/python -m build --wheel
+# The wheel is built from the sdist, so that both are complete.
+wheel: $(RELEASE_VENV)/.installed
+	@rm -rf dist
+	@$(RELEASE_VENV)/bin/python -m build
+	@$(RELEASE_VENV)/bin/twine check --strict dist/*
+
+# PYTHONS="python3.11 python3.12" are interpreters; LIGHT=--light leaves out torch, and what needs it.
+PYTHONS ?= $(PYTHON)
+LIGHT ?=
+test-wheel:
+	@$(PYTHON) scripts/try_wheel.py $(LIGHT) $(PYTHONS) -- $(PIP_ARGS)
+
+# The bill of materials is that of the wheel in an environment of its own, in the versions of constraints.txt.
+sbom: $(RELEASE_VENV)/.installed
+	@$(PYTHON) -m venv --clear $(SBOM_VENV)
+	@$(SBOM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt \
+	  "$$(ls dist/phalanx-*.whl)[all]"
+	@$(RELEASE_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	  --output-file "$$(ls dist/phalanx-*.whl | sed 's/-py3.*//').cdx.json" $(SBOM_VENV)/bin/python
+
+# Renders the recipe; a build needs rattler-build and conda-forge.
+conda: $(RELEASE_VENV)/.installed
+	@$(RELEASE_VENV)/bin/python -c "from rattler_build.stage0 import Stage0Recipe as Recipe; \
+	  [built] = Recipe.from_file('conda/recipe.yaml').render(); print(built.recipe.package.name, built.recipe.package.version)"
 
 lock: $(VENV)/.installed-test
 	@$(IN_VENV) python scripts/lock_versions.py
@@ -251,7 +277,8 @@ test-locks: $(VENV)/.installed-test
 	@$(IN_VENV) python scripts/lock_versions.py --check
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) $(BROWSER_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) $(BROWSER_VENV) $(NEWEST_VENV) \
+	  $(RELEASE_VENV) $(SBOM_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints with which an environment was installed; other constraints make it be installed again.
@@ -273,6 +300,13 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.constraints
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extra '$*' into $(VENV)."
 	@$(EDITABLE) '.[$*]'
+	@touch $@
+
+RELEASE = build==1.6.1 twine==7.0.0 cyclonedx-bom==7.5.0 py-rattler-build==0.73.0
+$(RELEASE_VENV)/.installed: Makefile
+	@echo "Installing $(RELEASE) into $(RELEASE_VENV)."
+	@$(PYTHON) -m venv $(RELEASE_VENV)
+	@$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(RELEASE)
 	@touch $@
 
 # vLLM's CPU build with torch's. The wheels of torchaudio and torchcodec that it installs are for CUDA and break imports;

@@ -6,6 +6,7 @@
 uv resolves from the metadata of the index, without downloading wheels.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -25,15 +26,19 @@ NEWEST = {"constraints-vllm.txt": "vllm==0.32.*\n"}
 HEADER = "# Versions for Python 3.11 to 3.13 on Linux with the extras {}. `make lock` writes them anew.\n"
 
 
-def resolve(extras: str, python: str, *options: str) -> str:
+MAC = ("aarch64-apple-darwin", "14.0")  # a platform of uv, and the oldest macOS for which torch has wheels
+
+
+def resolve(extras: str, python: str, *options: str, platform: str = "linux") -> str:
     """uv's solution, one `name==version` per line. Where there is none, uv says why and this script ends."""
     command = ["uv", "pip", "compile", "pyproject.toml", "--quiet", "--system-certs", "--no-annotate", "--no-header"]
-    command += ["--python-version", python, "--python-platform", "linux", *options]
+    command += ["--python-version", python, "--python-platform", platform, *options]
     for extra in extras.split(","):
         command += ["--extra", extra]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"MACOSX_DEPLOYMENT_TARGET": MAC[1]}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        sys.exit(f"{Path(sys.argv[0]).name}: no solution for the extras {extras} on Python {python}")
+        sys.exit(f"{Path(sys.argv[0]).name}: no solution for the extras {extras} on Python {python}, {platform}")
     return done.stdout
 
 
@@ -56,6 +61,9 @@ def check(name: str) -> None:
     for python in PYTHONS:
         resolve(LOCKS[name], python, "--constraint", name)
         print(f"{name}: [{LOCKS[name]}] has a solution on Python {python}", flush=True)
+        if name == "constraints.txt":
+            resolve("all", python, "--constraint", name, "--only-binary", ":all:", platform=MAC[0])
+            print(f"{name}: [all] has wheels for macOS {MAC[1]} on Python {python}", flush=True)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import importlib
 import os
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 CALLS = ("train", "sft", "evaluate", "RunResult")  # of phalanx.tools.from_python, imported when they are first used
 
 

@@ -84,15 +84,11 @@ def confine(memory: int = 4 * 2**30, newest: int = 7) -> list[str]:
 
     Returns the names of the layers that this machine does not support, or that let through what they should deny.
     """
-    for limit, value in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(limit, (value, value))
-    if not sys.platform.startswith("linux"):
-        return ["seccomp", "Landlock"]
+    for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
+        resource.setrlimit(limit, (0, 0))
+    if not sys.platform.startswith("linux"):  # macOS refuses to limit the address space
+        return ["seccomp", "Landlock", "limit of memory"]
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:
         job = os.getcwd()
     except FileNotFoundError:

@@ -130,3 +130,23 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, steps: int, tmp_path: Pat
     assert len(list((tmp_path / "outputs" / "evaluation").glob("*/evaluation.json"))) == (2 if name == "text" else 1)
     colab = next("".join(cell["source"]) for cell in cells if "## On Colab" in "".join(cell["source"]))
     assert "%pip install -e '.[" in colab and "`float32`" in colab
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bfloat16", "dtype"), [(False, False, "float32"), (True, False, "float32"), (True, True, "bfloat16")]
+)
+@pytest.mark.parametrize("name", ["text", "images"])
+def test_a_notebook_chooses_what_the_device_computes_in(
+    name: str, gpu: bool, bfloat16: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU such as a T4 says that it supports bfloat16, by emulation."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: bfloat16 or including_emulation
+    )
+    cells = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
+    first = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    values: dict[str, object] = {}
+    exec(first, values)
+    assert values["DTYPE"] == dtype
+    assert sum('{"dtype": DTYPE}' in "".join(cell["source"]) for cell in cells) == 1

@@ -85,7 +85,8 @@ MISTAKES = [
     (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: expected a finite number, got nan"),
     (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: expected a section of keys and values, got 3"),
     # choices and bounds
-    (["model.dtype=float16"], "model.dtype: expected one of float32, bfloat16, got 'float16'; did you mean bfloat16?"),
+    (["model.dtype=float15"], "model.dtype: expected one of float32, bfloat16, got 'float15'; did you mean bfloat16?"),
+    (["model.dtype=float16"], "model.dtype: expected float32, or bfloat16 on a GPU that computes in it; float16 would need a scaled loss, which is not supported, got 'float16'"),
     (["rollout.sde_type=SDE"], "rollout.sde_type: expected one of sde, cps, dance_sde, got 'SDE'; did you mean sde?"),
     (["rollout.sde_type=x"], "rollout.sde_type: expected one of sde, cps, dance_sde, got 'x'"),
     (["algorithm.kl_convention=exakt"], "algorithm.kl_convention: expected one of exact, flow_grpo, got 'exakt'; did you mean exact?"),

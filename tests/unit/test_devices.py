@@ -12,9 +12,11 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import devices
+from phalanx.run import devices, start
 from phalanx.run.devices import stay_near_gpu
 from phalanx.telemetry.step_metrics import peak_memory_gb
+from tests.helpers.checks import refused
+from tests.helpers.configs import train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shells import write_tool
 
@@ -51,6 +53,33 @@ def test_no_gpus(smi: Path) -> None:
     if list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
     devices.check_gpus({})
+
+
+@pytest.fixture
+def t4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says of a T4."""
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+
+
+NO_BFLOAT16 = "Tesla T4 (compute capability 7.5) does not compute in bfloat16, which needs 8.0; set "
+
+
+def test_bfloat16_on_a_gpu_without_it(t4: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is refused as soon as it knows its device; float32 is computed there, and bfloat16 on CPUs."""
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    with refused(f"model.dtype: {NO_BFLOAT16}model.dtype=float32", ConfigError):
+        devices.check_dtype("model.dtype", "bfloat16", gpu)
+    devices.check_dtype("model.dtype", "float32", gpu)
+    devices.check_dtype("model.dtype", "bfloat16", cpu)
+    world = SimpleNamespace(device=gpu, role="", samples=True)
+    monkeypatch.setattr(start, "start_world", lambda *_: world)
+    with refused(f"model.dtype: {NO_BFLOAT16}model.dtype=float32", ConfigError):
+        start.start_job(train("model.dtype=bfloat16"))
+    judged = train("model.dtype=float32", "reward.model.path=judge", "reward.functions=[{path: ocr}]")
+    with refused(f"reward.model.dtype: {NO_BFLOAT16}reward.model.dtype=float32", ConfigError):
+        start.build_rewards(judged, world)  # type: ignore[arg-type]
 
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_constraints_name_every_package_once() -> None:
 
 @pytest.mark.full
 def test_the_wheel(tmp_path: Path) -> None:
-    """It has all that the command needs, below 12 MB, and the command runs from it outside the checkout."""
+    """It has all that the command needs and the licences, nothing else, and the command runs from it outside the checkout."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, timeout=200)
     (wheel,) = tmp_path.glob("phalanx-*.whl")
@@ -60,7 +60,21 @@ def test_the_wheel(tmp_path: Path) -> None:
     )  # fmt: skip
     shipped = {str(p.relative_to(inside / "shipped")) for p in (inside / "shipped").rglob("*") if p.is_file()}
     assert shipped == set(listed.stdout.split())
-    entry = (tmp_path / "site" / f"phalanx-{__version__}.dist-info" / "entry_points.txt").read_text()
+    about = tmp_path / "site" / f"phalanx-{__version__}.dist-info"
+    assert {path.name for path in (tmp_path / "site").iterdir()} == {"phalanx", about.name}
+    source = subprocess.run(["git", "ls-files", "src/phalanx"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {
+        str(p.relative_to(tmp_path / "site"))
+        for p in inside.rglob("*")
+        if p.is_file() and inside / "shipped" not in p.parents
+    }
+    assert files == {name.removeprefix("src/") for name in source.stdout.split()}
+    licences = {str(p.relative_to(about / "licenses")) for p in (about / "licenses").rglob("*") if p.is_file()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert licences == set(project["license-files"])
+    places = (str(ROOT).encode(), str(Path.home()).encode() + b"/")
+    assert [p for p in inside.rglob("*") if p.is_file() and any(place in p.read_bytes() for place in places)] == []
+    entry = (about / "entry_points.txt").read_text()
     assert "phalanx = phalanx.__main__:main" in entry
     code = "import runpy, phalanx.config.shipped as s; print(s.ROOT, flush=True); runpy.run_module('phalanx', run_name='__main__')"
     plan = [sys.executable, "-c", code, "plan", "flowgrpo", "--config", "quickstart", "nproc=2"]
@@ -124,7 +138,7 @@ def test_an_image(path: Path) -> None:
         "src",
         *(file.name for file in ROOT.glob("constraints*.txt")),
         project["readme"],
-        *project["license-files"],
+        *(name for name in project["license-files"] if not name.startswith("src/")),
     }
     shipped = {"train.sh", "launch", "tasks", "configs", "assets"}
     assert copied == needed | shipped

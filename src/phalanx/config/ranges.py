@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+FLOAT16 = ("float16", "fp16", "half")
+NO_FLOAT16 = (  # a loss over thousands of tokens has gradients near float16's smallest number
+    "float32, or bfloat16 on a GPU that computes in it; float16 would need a scaled loss, which is not supported"
+)
 SDE_TYPES = ("sde", "cps", "dance_sde")
 SCHEDULES = ("synchronous", "pipelined", "one_step_off")
 CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from phalanx.config.fields import PLAIN
 from phalanx.config.messages import ConfigError, bare, cut, element_of, expected, nearest, shown
+from phalanx.config.ranges import DTYPES, FLOAT16, NO_FLOAT16
 
 MOST = 1e9  # limit of the absolute value of a number whose key sets no other limit
 LIMITS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
@@ -102,6 +103,8 @@ def _converted(kind: Any, value: Any) -> Any:
 def _checked(meta: dict[str, Any], value: Any) -> Any:
     """The value. Raises pydantic's error for one that the constraints of `arg` exclude."""
     choices, forms = meta["choices"], meta["forms"]
+    if choices == DTYPES and value in FLOAT16:
+        raise _Wrong(NO_FLOAT16)
     if choices and value not in choices and not (forms and ":" in value):
         raise _Wrong(f"one of {', '.join((*choices, *forms))}", near=nearest(value, choices))
     words = meta["valid"](_free(value)) if meta["valid"] is not None else None

@@ -40,6 +40,17 @@ def check_gpus(env: Mapping[str, str] = os.environ) -> None:
     )
 
 
+def check_dtype(key: str, dtype: str, device: torch.device) -> None:
+    """Raise ConfigError if a model is to compute in bfloat16 on a GPU that would only emulate it, slowly."""
+    if dtype != "bfloat16" or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return
+    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    raise ConfigError(
+        f"{key}: {name} (compute capability {major}.{minor}) does not compute in bfloat16, which needs 8.0; "
+        f"set {key}=float32"
+    )
+
+
 def stay_near_gpu(address: str, root: Path = Path("/sys")) -> set[int]:
     """Keep this process on the CPUs of its GPU's NUMA node: pinned memory on another one halves the speed of copies.
 

@@ -46,6 +46,9 @@ STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # statuses of ranks that were
 def main(argv: list[str]) -> NoReturn:
     """Run torchrun with these arguments and exit with its status."""
     end_with_parent()
+    if in_place() and not sys.platform.startswith("linux"):
+        say(f"error: IN_PLACE=1 needs Linux, and this is {sys.platform}; leave it out")
+        sys.exit(2)
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
     options, task = argv[: len(ALONE)], argv[len(ALONE) :]
     if options == ALONE and not task[0].startswith("-") and not verbose:

@@ -22,6 +22,7 @@ from phalanx.models.meeting import here, shared
 from phalanx.rewards.runner import RewardSet
 from phalanx.run import folder_lock, in_place
 from phalanx.run.checkpoint_folder import saved_choice
+from phalanx.run.devices import check_dtype
 from phalanx.run.world import start_world, world_of_run
 from phalanx.training.components import Tell, TrainedPolicy
 from phalanx.types import Prompt, Rollout, Teacher
@@ -64,6 +65,7 @@ def start_job(cfg: RunConfig, part: str = "") -> World:
         world = world_of_run(world, cfg.parallel)
     if world.role == ACTOR:
         folder_lock.hold(Path(cfg.trainer.output_dir), world)
+    check_dtype(f"{cfg.model:dtype}", cfg.model.dtype, world.device)
     if world.device.type == "cpu":
         choose_cpu_linear(cfg, world, part)
     data, name = vars(cfg.data), "chat_template_date"
@@ -108,6 +110,8 @@ def build_rewards(
     """
     if not cfg.reward.functions or not world.samples:
         return None
+    if cfg.reward.model.path is not None:
+        check_dtype("reward.model.dtype", cfg.reward.model.dtype, world.device)
     # scoring beside the rollout needs ranks that submit equally often, which context-parallel ranks do not, and one job
     beside = judged_beside(cfg, world.shard_size) and world.context_size == 1 and here() is None
     make = partial(

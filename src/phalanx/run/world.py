@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -111,8 +112,10 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
         stay_near_gpu(gpu_address(launch.local_rank))
     else:
         keep_freed_pages()
-    # without it, each of the two gloo groups connects every rank to every other: 2,000 sockets per rank for 1,024 ranks
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # without it, each of the two gloo groups connects every rank to every other, by 2,000 sockets per rank of 1,024;
+    # with it, gloo ends the job on macOS
+    if sys.platform.startswith("linux"):
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # gloo handles CPU tensors (rewards, prompts, counts), which then need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store: dist.Store = dist.HashStore()

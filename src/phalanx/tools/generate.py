@@ -28,6 +28,7 @@ from phalanx.rollout.lm import build_rollout
 from phalanx.rollout.lm.conversations import Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn
+from phalanx.run.devices import check_dtype
 from phalanx.run.kind import kind_of
 from phalanx.run.lm_kind import LM, reads_images
 from phalanx.run.outputs import check_place, writing
@@ -78,6 +79,7 @@ class Generation:
         place = next((prompt.place for prompt in self.prompts if prompt.images), None)
         images = reads_images(config, place, None if self.trained is None else self.trained.entries)
         self.world = start_world(ParallelConfig())
+        check_dtype("model.dtype", config.dtype, self.world.device)
         # placeholder limits, since the policy must first count the tokens of the prompts
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
         kind: LM = kind_of(replace(run, model=config, data=shortest, parallel=ParallelConfig()))

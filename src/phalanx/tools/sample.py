@@ -37,6 +37,7 @@ from phalanx.models.flow.policy import DTYPES, FlowPolicy, load_family
 from phalanx.models.flow.registry import family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
+from phalanx.run.devices import check_dtype
 from phalanx.run.flow_components import check_references, name_unused_columns
 from phalanx.run.flow_kind import Flow
 from phalanx.run.outputs import check_place, writing
@@ -80,6 +81,7 @@ class Generator:
         check_frames(cfg, family)
         mesh.shard_size(cfg.parallel, Launch.from_env())
         self.world = start_world(cfg.parallel)
+        check_dtype("model.dtype", self.model.dtype, self.world.device)
         # use rank 0's checkpoint on all ranks, because a run in progress may have written a newer one in between
         if self.trained is not None:
             folder = broadcast_object(str(self.trained.folder))
