@@ -201,7 +201,15 @@ def test_another_machine_is_named(runs: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("NNODES", "2")
     assert rerun.prepare_rerun(runs / "two", tmp_path / "x", []).different == ["2 ranks there, 6 here"]
     monkeypatch.setenv("NPROC_PER_NODE", "1")
-    assert rerun.prepare_rerun(runs / "two", tmp_path / "x", []).different == []
+    again = rerun.prepare_rerun(runs / "two", tmp_path / "x", [])
+    assert (again.different, len(again.words)) == ([], 3)
+    monkeypatch.setenv("NNODES", "1")
+    config = runs / "two" / "config.yaml"
+    shutil.copytree(runs / "two", tmp_path / "sharded")
+    (tmp_path / "sharded" / "config.yaml").write_text(config.read_text().replace("fsdp_size: 1", "fsdp_size: 2"))
+    assert "parallel.fsdp_size=null" in rerun.prepare_rerun(tmp_path / "sharded", tmp_path / "x", []).words
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert len(rerun.prepare_rerun(tmp_path / "sharded", tmp_path / "x", []).words) == 3
     (entry,) = read_provenance(runs / "two")
     shutil.copytree(runs / "two", tmp_path / "two")
     entry["processor"]["instructions"] = "AVX9"
@@ -219,6 +227,10 @@ def test_the_oldest_checkpoint_that_differs_names_the_layer(runs: Path, tmp_path
     assert (result.checkpoint, result.layer and result.layer[:2]) == (STEPS, (1, "model.lm.model.embed_tokens"))
     shutil.rmtree(pair[0] / "checkpoints" / "step_000001")
     assert (compare_runs(*pair).layer or (0,))[0] == STEPS
+    for run in pair:  # of a longer run in the same folder, before this one
+        shutil.copytree(pair[0] / "checkpoints" / "step_000002", run / "checkpoints" / "step_000009")
+    assert compare_runs(*pair).checkpoint == STEPS
+    shutil.rmtree(pair[0] / "checkpoints" / "step_000009")
     shutil.rmtree(pair[0] / "checkpoints")
     result = compare_runs(*pair)
     assert "no checkpoint of a step that both have; weights are not compared" in result.settings

@@ -127,7 +127,7 @@ def compare_runs(one: Path, other: Path) -> Comparison:
     for step in shared:
         _compare_rows(result, step, rows[0][step], rows[1][step], names)
     result.metrics = len(names)
-    _compare_checkpoints(result, one, other)
+    _compare_checkpoints(result, one, other, max(shared, default=0))
     return result
 
 
@@ -189,12 +189,13 @@ def _changes(kind: str, one: dict[str, str], other: dict[str, str], without: Seq
     return [f"{kind}:", *changed[:MOST_LINES], *more] if changed else []
 
 
-def _compare_checkpoints(result: Comparison, one: Path, other: Path) -> None:
+def _compare_checkpoints(result: Comparison, one: Path, other: Path, last: int) -> None:
+    """Compare weights up to step `last`: a folder may have later ones, of an earlier run in it."""
     digests = read_digests(one), read_digests(other)
     if digests[0] is not None or digests[1] is not None:
-        _compare_digests(result, (one, other), digests)
+        _compare_digests(result, (one, other), digests, last)
         return
-    steps = shared_checkpoints(one, other)
+    steps = [name for name in shared_checkpoints(one, other) if step_of(name) <= last]
     if not steps:
         result.settings.append("no checkpoint of a step that both have; weights are not compared")
         return
@@ -229,7 +230,7 @@ def _note_layer(result: Comparison, step: int, tensors: dict[str, float]) -> boo
 
 
 def _compare_digests(
-    result: Comparison, runs: tuple[Path, Path], digests: Sequence[tuple[int, dict[str, Digest]] | None]
+    result: Comparison, runs: tuple[Path, Path], digests: Sequence[tuple[int, dict[str, Digest]] | None], last: int
 ) -> None:
     """Compare weights of which at least one side has only digests: their norms bound the difference from below."""
     step = next(known[0] for known in digests if known is not None)
@@ -238,7 +239,7 @@ def _compare_digests(
         checkpoint = run / "checkpoints" / f"step_{step:06d}"
         if known is None and complete(checkpoint) is None:
             known = step, digest_weights(checkpoint)
-        if known is None or known[0] != step:
+        if known is None or known[0] != step or step > last:
             result.settings.append(f"{run}: no weights of step {step}; weights are not compared")
             return
         sides.append(known[1])

@@ -33,7 +33,7 @@ from phalanx.tools.reproduce.differences import compare_runs
 ABOUT = {
     "rerun": "Train again what a run's folder describes, with the same versions, files and number of ranks.",
     "verify": "Train again what a run's folder describes, anywhere and on any number of ranks, and say whether the "
-    "results are equal, or the first step, metric and tensor that differ.",
+    "results are equal, or the first step, metric and layer that differ.",
 }
 CODE = re.compile(r"\.py(:\w+)?$|^[\w.]+:\w+$|\$\{")  # values that name a file or a module of Python
 
@@ -73,8 +73,10 @@ def prepare_rerun(run: Path, output: Path, overrides: Sequence[str]) -> Rerun:
         raise ValueError(
             f"{run}: its task, {cut(entry['task'])}, is not one of Phalanx; start it yourself, with {CONFIG_FILE}"
         )
+    ranks = max(entry["ranks"].get("world", 1), 1)
+    moved += _fit_layout(config, ranks_here(ranks))
     words = [str(run / CONFIG_FILE), *moved, "trainer.resume=never", f"trainer.output_dir={output}", *given]
-    return Rerun(task, words, max(entry["ranks"].get("world", 1), 1), different)
+    return Rerun(task, words, ranks, different)
 
 
 def _compare_inputs(inputs: dict[str, dict[str, str]], texts: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -109,15 +111,32 @@ def _compare_machine(entry: dict[str, Any]) -> list[str]:
         if here.get(name) != version:
             shown = "source code" if name == "source" else f"{name} {version}"
             different.append(f"{shown} there, {'another' if name == 'source' else here.get(name, 'none')} here")
-    there, processor = entry["processor"], describe_processor(torch.device("cpu"))
+    before, processor = entry["processor"], describe_processor(torch.device("cpu"))
     for name in ("model_name", "model", "instructions"):  # of the first that differs; a GPU is compared by verify
-        if "device" not in there and there.get(name) != processor.get(name):
-            different.append(f"the processor's {name} {there.get(name)} there, {processor.get(name)} here")
+        if "device" not in before and before.get(name) != processor.get(name):
+            different.append(f"the processor's {name} {before.get(name)} there, {processor.get(name)} here")
             break
-    ranks, set_here = entry["ranks"].get("world", 1), os.environ.get("NPROC_PER_NODE", "")
-    if set_here.isdigit() and int(set_here) * nodes_here() != ranks:
-        different.append(f"{ranks} ranks there, {int(set_here) * nodes_here()} here")
+    there = entry["ranks"].get("world", 1)
+    if ranks_here(there) != there:
+        different.append(f"{there} ranks there, {ranks_here(there)} here")
     return different
+
+
+def _fit_layout(config: dict[str, Any], ranks: int) -> list[str]:
+    """Overrides for parts of the layout that do not divide so many ranks, on which the results do not depend."""
+    sizes, others = config.get("parallel"), {"fsdp_size": "null", "ulysses_sequence_parallel_size": "1"}
+    words = []
+    for name, other in others.items():
+        size = sizes.get(name) if isinstance(sizes, dict) else None
+        if isinstance(size, int) and size > 0 and ranks % size:
+            words.append(f"parallel.{name}={other}")
+    return words
+
+
+def ranks_here(ranks: int) -> int:
+    """The number of ranks of a job that is started here, by default `ranks`."""
+    each = os.environ.get("NPROC_PER_NODE", "")
+    return int(each) * nodes_here() if each.isdigit() else ranks
 
 
 def nodes_here() -> int:
@@ -158,7 +177,8 @@ def main(command: str, argv: Sequence[str]) -> int:
     if command == "rerun":
         parser.add_argument("--anyway", action="store_true", help="with other versions or files too")
     given = parser.parse_args(argv)
-    output = given.run.parent / f"{given.run.resolve().name}_{command}"
+    whole = Path(os.path.abspath(given.run))  # also of `.`; the folder beside a link is beside the link
+    output = whole.with_name(f"{whole.name}_{command}")
     for word in given.overrides:
         if word.startswith("trainer.output_dir="):
             output = Path(word.partition("=")[2])
