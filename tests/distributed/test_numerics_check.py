@@ -239,6 +239,9 @@ def test_mistakes(sd3_folder: Path, tmp_path: Path) -> None:
     others = [key for key in keys if not key.startswith("algorithm.")]
     with refused("keys: algorithm.name=diffusion_nft trains on fresh noise, without log-probabilities of samples"):
         NumericsCheck(config(tmp_path, [*others, "algorithm.name=diffusion_nft", "rollout.noise_level=0"], {}))
+    for config_file, task in (("sft/quickstart", "sft or dpo"), ("flow_matching/digits", "flow_matching")):
+        with refused(f"task: configs/{config_file}.yaml is of a supervised job; expected task={task}"):
+            NumericsCheck(CheckNumericsConfig(config=f"configs/{config_file}.yaml"))
     with refused("config: nothing.yaml: no such configuration file"):
         NumericsCheck(CheckNumericsConfig(config="nothing.yaml"))
     assert load(CheckNumericsConfig, None, ["variants={b: [rollout.n=4]}"]).variants == {"b": ["rollout.n=4"]}

@@ -9,7 +9,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,14 @@ def _schema_of(cfg: CheckNumericsConfig) -> Any:
         return schema
     if problems[0] == problems[1]:
         raise ConfigError(f"config: {problems[0]}")
-    supervised = f"; a supervised job needs task={', '.join(TASKS)}"
-    both = f"{problems[0]}; as one of a flow model: {problems[1]}"
-    raise ConfigError(f"config: {cfg.config} is of neither kind: {both}{supervised}")
+    fitting = list[str]()
+    for name, (schema, _) in TASKS.items():
+        with suppress(ConfigError):
+            load_config(schema, cfg.config, cfg.keys)
+            fitting.append(name)
+    if fitting:
+        raise ConfigError(f"task: {cfg.config} is of a supervised job; expected task={' or '.join(fitting)}")
+    raise ConfigError(f"config: {cfg.config} is of neither kind: {problems[0]}; as one of a flow model: {problems[1]}")
 
 
 def measure(cfg: RLConfig, base: Drawn | None) -> tuple[dict[str, Any], Drawn, World]:
