@@ -4,9 +4,10 @@
     python benchmarks/board.py                    # only write the tables
 
 The first argument is a comparison: learn, learn_lm, learn_bd or learn_tools; the others are recipes of its YAML file.
-Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>: configuration, versions,
-processor, digests of the files that it read, metrics, digests of the final weights, and the curve over samples and CPU
-seconds. The tables of docs/leaderboard.md are made from all rows.
+Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>, with --label another name
+for those of another processor: configuration, versions, processor, digests of the files that it read, metrics, digests
+of the final weights, and the curve over samples and CPU seconds. The tables of docs/leaderboard.md are made from all
+rows: one for each processor, since neither bits nor CPU seconds are those of another one.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import hashlib
 import importlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -34,9 +37,9 @@ def subject_of(name: str) -> Subject:
     return subject
 
 
-def train_row(subject: Subject, name: str, recipe: list[str], seed: int) -> None:
+def train_row(subject: Subject, name: str, recipe: list[str], seed: int, label: str = "") -> None:
     """Train a recipe unless its row exists, and write the row."""
-    row = BOARD / subject.name / f"{slug(name)}-{seed}"
+    row = BOARD / subject.name / f"{slug(name)}-{seed}{label}"
     if (row / "result.json").is_file():
         return
     output = ROOT / "outputs" / "board" / subject.name
@@ -73,34 +76,84 @@ def value_at(curve: list[list[float]], seconds: float) -> float:
     return value
 
 
-def table(subject: Subject) -> list[str]:
-    """The rows of a comparison: held-out scores at equal samples and at equal CPU seconds, and digests by seed."""
-    rows = read_rows(subject)
-    if not rows:
-        return []
-    first, key = next(iter(rows)), (subject.compared or tuple(subject.spreads))[0]
-    shortest = min(min(run["curve"][-1][2] for run in runs) for runs in rows.values())
-    samples = subject.steps * subject.samples
-    (start, *_) = read_provenance(rows[first][0]["row"])
-    versions = ", ".join(f"{name} {start['versions'][name]}" for name in ("python", "torch", "transformers"))
-    processor = f"{start['processor'].get('model_name', '')} (model {start['processor'].get('model', '')})"
-    lines = [
-        f"### {TITLES[subject.name]}",
-        "",
-        f"`{subject.config}` with the keys of `benchmarks/{subject.name}.yaml`, {subject.ranks} CPU rank; {versions}; "
-        f"{processor}, {start['processor']['instructions']}; source {start['versions']['source'][:12]}.",
-        "",
-        f"| recipe | seeds | {subject.scale}, {samples} {subject.noun} | difference from `{first}` | the same at "
-        f"{shortest:.0f} CPU seconds | digests of metrics and weights, by seed |",
-        "|---|---|---|---|---|---|",
-    ]
+def by_processor(rows: dict[str, list[Run]]) -> dict[str, dict[str, list[Run]]]:
+    """The rows of each processor and its versions, described in a line, by recipe."""
+    groups: dict[str, dict[str, list[Run]]] = {}
     for name, runs in rows.items():
-        apart = "" if name == first else str(difference(runs, rows[first], key))
-        early = with_interval([value_at(run["curve"], shortest) for run in runs])
-        digests = "<br>".join(f"`{digest_row(run['row'])}`" for run in runs)
-        scores = with_interval([run["after"][key] for run in runs])
-        lines.append(f"| `{name}` | {len(runs)} | {scores} | {apart} | {early} | {digests} |")
+        for run in runs:
+            start = read_provenance(run["row"])[0]
+            run["source"] = start["versions"]["source"][:12]
+            versions = ", ".join(f"{part} {start['versions'][part]}" for part in ("python", "torch", "transformers"))
+            processor = f"{start['processor'].get('model_name', '')} (model {start['processor'].get('model', '')})"
+            place = f"{processor}, {start['processor']['instructions']}; {versions}"
+            groups.setdefault(place, {}).setdefault(name, []).append(run)
+    return groups
+
+
+def tables() -> list[str]:
+    """The tables of all rows by processor, the oldest first."""
+    parts: dict[str, list[str]] = {}
+    for name in TITLES:
+        subject = subject_of(name)
+        for place, rows in by_processor(read_rows(subject)).items():
+            parts.setdefault(place, [f"### {place}", ""]).extend(table(subject, rows))
+    return [line for lines in parts.values() for line in lines]
+
+
+def table(subject: Subject, rows: dict[str, list[Run]]) -> list[str]:
+    """Rows of one processor, with the digests of metrics and weights by seed."""
+    sources = ", ".join(sorted({run["source"] for runs in rows.values() for run in runs}))
+    place = (
+        f"{TITLES[subject.name]}: `{subject.config}`, `benchmarks/{subject.name}.yaml`, {subject.ranks} rank, source"
+    )
+    lines = [f"{place} {sources}", "", f"{head(subject, rows)}seeds|digests|", "|---|---|---|---|---|---|---|"]
+    for name, cells in compared(subject, rows).items():
+        digests = "<br>".join(f"`{digest_row(run['row'])}`" for run in rows[name])
+        lines.append(f"|{'|'.join(cells)}|{len(rows[name])}|{digests}|")
     return [*lines, ""]
+
+
+def without_digests(subject: Subject) -> list[str]:
+    """All recipes of a comparison, from the runs of its own results, of which only the curves are kept."""
+    rows: dict[str, list[Run]] = {}
+    for run in json.loads(subject.results.read_text())["runs"]:
+        rows.setdefault(run["name"], []).append(run)
+    title = f"### {TITLES[subject.name]}"
+    lines = [f"|{'|'.join(cells)}|" for cells in compared(subject, rows).values()]
+    return [title, "", head(subject, rows), "|---|---|---|---|---|", *lines, ""]
+
+
+def until(rows: dict[str, list[Run]]) -> float:
+    """The CPU seconds at which recipes are compared: those of the shortest run of the first one."""
+    return min(float(run["curve"][-1][2]) for run in next(iter(rows.values())))
+
+
+def head(subject: Subject, rows: dict[str, list[Run]]) -> str:
+    """The first line of a table."""
+    steps = next(iter(rows.values()))[0]["steps"]
+    samples = f"{subject.scale}, {steps * subject.samples} {subject.noun}"
+    return f"|recipe|{samples}|difference from `{next(iter(rows))}`|at {until(rows):.0f} CPU seconds|difference|"
+
+
+def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str]]:
+    """By recipe its name, and held-out scores at equal samples and at equal CPU seconds, each with the difference from
+    the first recipe; * marks those that ended before so many seconds.
+    """
+    first, key, seconds = next(iter(rows)), (subject.compared or tuple(subject.spreads))[0], until(rows)
+    for runs in rows.values():
+        for run in runs:
+            run["after"]["early"] = value_at(run["curve"], seconds)
+    table = {}
+    for name, runs in rows.items():
+        cells = [f"`{name}`"]
+        for column in (key, "early"):
+            cells.append(with_interval([run["after"][column] for run in runs]).replace(" ± ", "±"))
+            apart = difference(runs, rows[first], column, scored=column == key)
+            shown = str(replace(apart, prompts=None)).removesuffix(" ≈").replace(" ± ", "±")
+            cells.append("" if name == first else shown + " ≈" * (not apart.told_apart))
+        cells[3] += "*" * any(run["curve"][-1][2] < seconds for run in runs)
+        table[name] = cells
+    return table
 
 
 def main() -> None:
@@ -109,6 +162,7 @@ def main() -> None:
     parser.add_argument("comparison", nargs="?", choices=sorted(TITLES))
     parser.add_argument("recipes", nargs="*", help="recipes of the comparison (its first)")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--label", default="", help="the end of new rows' names, such as -epyc")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each on one CPU core (2)")
     args = parser.parse_args()
     if args.comparison:
@@ -119,11 +173,12 @@ def main() -> None:
         if unknown:
             parser.error(f"unknown recipe {unknown[0]!r}; known: {', '.join(recipes)}")
         with ThreadPoolExecutor(args.jobs) as pool:
-            jobs = [pool.submit(train_row, subject, name, recipes[name], seed) for seed in args.seeds for name in names]
+            runs = product(args.seeds, names)
+            jobs = [pool.submit(train_row, subject, name, recipes[name], seed, args.label) for seed, name in runs]
             for job in jobs:
                 job.result()
-    lines = [line for name in TITLES for line in table(subject_of(name))]
-    insert(PAGE, "board", lines)
+    insert(PAGE, "recipes", [line for name in TITLES for line in without_digests(subject_of(name))])
+    insert(PAGE, "board", tables())
 
 
 if __name__ == "__main__":

@@ -247,7 +247,8 @@ def task(name: str, arguments: Sequence[str], log: Path, ranks: int = 1) -> floa
     """
     environment = os.environ | {"NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as file:
-        command = ["sh", "train.sh", f"tasks/{name}.py", *arguments]
+        start = ["sh", "train.sh"] if ranks > 1 else [sys.executable]  # a single rank needs no launcher
+        command = [*start, f"tasks/{name}.py", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)  # the usage includes its children
     process.returncode = os.waitstatus_to_exitcode(status)

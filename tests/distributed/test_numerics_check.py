@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.load import load
 from phalanx.config.tasks import CheckNumericsConfig
 from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.tools.first_update import update_verdict
 from phalanx.tools.numerics import BASE, NumericsCheck, verdict
 from tests.helpers.checks import refused
 from tests.helpers.jobs import base_overrides, tiny_config
-from tests.helpers.lm import lm_overrides
+from tests.helpers.lm import lm_overrides, sft_overrides, tiny_blocks
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_sd3
 
 JOINT = "configs/joint/quickstart.yaml"
 TIMES = ("sample_s", "replay_s", "memory_gb")
@@ -131,6 +134,79 @@ def test_a_joint_run_needs_a_part() -> None:
         NumericsCheck(CheckNumericsConfig(config=JOINT, part="writer", keys=["writer.rollout.n=1"]))
 
 
+def supervised_keys(task: str, folder: Path) -> list[str]:
+    """Overrides for a tiny supervised job; its data is written to `folder`."""
+    folder.mkdir(parents=True)
+    if task == "block_diffusion":
+        return sft_overrides(tiny_blocks(folder / "model"), folder)
+    model, size = Path("assets/words/base"), "actor.ppo_micro_batch_size_per_gpu=4"
+    texts = [{"prompt": f"Ann has {i} books.", "chosen": f"#### {i}", "rejected": "6" * i} for i in range(1, 9)]
+    file, columns = (
+        folder / "texts.jsonl",
+        {"sft": ("data.prompt_key=prompt", "data.response_key=chosen", "actor.ppo_mini_batch_size=8")},
+    )
+    if task == "flow_matching":
+        model, size = tiny_sd3(folder / "model"), "flow_matching.micro_batch_size_per_gpu=4"
+        texts = [{"image": "grey.png", "prompt": f"picture {i}"} for i in range(8)]
+        Image.new("RGB", (40, 40), (90, 90, 90)).save(folder / "grey.png")
+        columns = {task: ("rollout.height=32", "rollout.width=32", "data.max_prompt_length=8")}
+    elif task == "dpo":
+        columns = {task: ("rollout.engine=dataset", "reward.functions=[{name: chosen}]", "actor.ppo_mini_batch_size=8")}
+    if task != "flow_matching":
+        columns[task] += ("data.max_prompt_length=64", "data.max_response_length=24")
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    common = [f"model.path={model}", "model.dtype=float32", f"data.train_files=[{file}]", "data.train_batch_size=8"]
+    common.append("trainer.total_training_steps=2")
+    return [*common, size, *columns[task]]
+
+
+@pytest.mark.parametrize(
+    "task", ["sft", pytest.param("block_diffusion", marks=pytest.mark.full), "dpo", "flow_matching"]
+)
+def test_the_first_update_of_a_supervised_job(task: str, tmp_path: Path) -> None:
+    """Nothing is drawn: loss and gradient are compared. Those of another dtype are off by rounding, and of shards by less."""
+    keys = supervised_keys(task, tmp_path / "data")
+    cfg = CheckNumericsConfig(task=task, keys=keys, standard=True, output_dir=str(tmp_path / "numerics"))
+    result = run_ranks(check, 2, cfg)[0]
+    jobs = result["jobs"]
+    base, other = jobs[BASE], jobs["bfloat16"]["beside"]
+    assert base["loss"] > 0 < base["grad_norm"] and "beside" not in base
+    assert 1e-5 < other["grad_norm"] < 0.2 and (other["loss"] == 0 if task == "dpo" else 1e-6 < other["loss"] < 0.1)
+    exact = [name for name in jobs if name not in (BASE, "bfloat16")]
+    assert {"replicated", "half as many in a pass"} <= {*exact}
+    for name in exact:
+        assert jobs[name]["beside"]["loss"] < 1e-5 > jobs[name]["beside"]["grad_norm"], name
+    assert result["verdict"].startswith("Nothing is sampled, so that no ratio can be off before an update; ")
+    assert "bfloat16 changes the first update most" in result["verdict"]
+    if task == "dpo":
+        assert base["margin"] == 0 and "the reference gives pairs the policy's log-probabilities" in result["verdict"]
+    page = (tmp_path / "numerics" / "numerics.html").read_text()
+    assert escape(result["verdict"]) in page and f"{base['loss']:.6g}" in page
+
+
+def test_verdicts_of_first_updates() -> None:
+    first = {"unit": "update", "loss": 1.0, "grad_norm": 2.0}
+    assert update_verdict({BASE: first}).endswith("; with variants, or standard=true, the first update is compared.")
+    equal = first | {"beside": {"loss": 0.0, "grad_norm": 0.0}}
+    assert update_verdict({BASE: first, "b": equal}).endswith("; no variant changes a bit of the first update's loss and "
+                                                              "gradient norm.")  # fmt: skip
+    apart = update_verdict({BASE: first | {"margin": 0.5}})
+    assert "reference and policy are apart before any update: the mean margin of pairs is 5.0e-01" in apart
+
+
+def test_standard_variants_that_a_job_refuses_are_named(lm_folder: Path, tmp_path: Path) -> None:
+    """The others are compared. Two ranks of one copy also run with the weights sharded."""
+    keys = [*lm_overrides(lm_folder, tmp_path), "parallel.fsdp_size=1", "model.use_prefix_grouper=true"]
+    cfg = CheckNumericsConfig(keys=keys, standard=True, output_dir=str(tmp_path / "numerics"))
+    result = run_ranks(check, 2, cfg)[0]
+    assert {BASE, "bfloat16", "packed", "sharded"} <= result["jobs"].keys()
+    assert result["jobs"]["sharded"]["beside"]["replay_off"] < 1e-4
+    assert result["refused"].keys() == {"padded", "attention by eager"}
+    reason = result["refused"]["padded"]
+    assert "use_remove_padding=true" in reason
+    assert escape(reason) in (tmp_path / "numerics" / "numerics.html").read_text()
+
+
 def row(largest: float, old: float, seconds: float = 1.0, correction: str | None = None) -> dict[str, Any]:
     values = {"largest": largest, "actions_clipped": 0.42}
     times = {"sample_s": seconds, "replay_s": 0.0}
@@ -163,6 +239,9 @@ def test_mistakes(sd3_folder: Path, tmp_path: Path) -> None:
     others = [key for key in keys if not key.startswith("algorithm.")]
     with refused("keys: algorithm.name=diffusion_nft trains on fresh noise, without log-probabilities of samples"):
         NumericsCheck(config(tmp_path, [*others, "algorithm.name=diffusion_nft", "rollout.noise_level=0"], {}))
+    for config_file, task in (("sft/quickstart", "sft or dpo"), ("flow_matching/digits", "flow_matching")):
+        with refused(f"task: configs/{config_file}.yaml is of a supervised job; expected task={task}"):
+            NumericsCheck(CheckNumericsConfig(config=f"configs/{config_file}.yaml"))
     with refused("config: nothing.yaml: no such configuration file"):
         NumericsCheck(CheckNumericsConfig(config="nothing.yaml"))
     assert load(CheckNumericsConfig, None, ["variants={b: [rollout.n=4]}"]).variants == {"b": ["rollout.n=4"]}

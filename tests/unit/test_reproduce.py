@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_another_seed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare([str(runs / "one"), str(runs / "other")]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith(f"different from step 1 ({STEPS} steps")
+    assert f"; the first layer that differs at step {STEPS} is model.lm.model.embed_tokens, by " in said[-1]
     # the first tensor in the order of the model, not of the checkpoint's files
     assert "first model.lm.model.embed_tokens.weight: " in said[-3]
 
@@ -162,7 +164,77 @@ def test_rerun_refuses_what_is_different(
         "error: data.train_files[0]: gone.jsonl of the run is missing here; data.train_files[0]=PATH names another "
         "place\n"
     )
+    assert "is the run itself; expected another folder" in refused(lambda entry: None, f"trainer.output_dir={copy}/.")
     assert "no config.yaml" in refused(lambda entry: (copy / "config.yaml").unlink())
+
+
+def test_what_has_moved_is_given_or_found(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path of the command line takes the place of the run's; the folder in which the run was started is not needed."""
+    run = tmp_path / "run"
+    shutil.copytree(runs / "one", run)
+    config, (entry,) = (run / "config.yaml").read_text(), read_provenance(run)
+    (run / "config.yaml").write_text(config.replace("assets/words/train.jsonl", "mine/train.jsonl"))
+    entry["inputs"]["data.train_files[0]"]["path"] = str(tmp_path / "before" / "train.jsonl")
+    (run / "provenance.json").write_text(json.dumps([entry]))
+    here = tmp_path / "here.jsonl"
+    shutil.copy(ROOT / "assets/words/train.jsonl", here)
+    for key in (f"data.train_files[0]={here}", f"data.train_files=[{here}]"):
+        again = rerun.prepare_rerun(run, tmp_path / "x", [key])
+        assert (again.different, again.words[-1]) == ([], key)
+    with here.open("a") as file:
+        file.write("\n")
+    (line,) = rerun.prepare_rerun(run, tmp_path / "x", [f"data.train_files[0]={here}"]).different
+    assert line == f"data.train_files[0] has other contents ({here})"
+    # a file of the same name in another working folder is not that of the run
+    for folder, lines in (("before", ""), ("elsewhere/mine", "other")):
+        (tmp_path / folder).mkdir(parents=True)
+        content = (ROOT / "assets/words/train.jsonl").read_text()
+        (tmp_path / folder / "train.jsonl").write_text(content + lines)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = rerun.prepare_rerun(run, tmp_path / "x", [])
+    assert again.different == []
+    assert f"data.train_files[0]={tmp_path / 'before' / 'train.jsonl'}" in again.words
+
+
+def test_another_machine_is_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "3")
+    monkeypatch.setenv("NNODES", "2")
+    assert rerun.prepare_rerun(runs / "two", tmp_path / "x", []).different == ["2 ranks there, 6 here"]
+    monkeypatch.setenv("NPROC_PER_NODE", "1")
+    again = rerun.prepare_rerun(runs / "two", tmp_path / "x", [])
+    assert (again.different, len(again.words)) == ([], 3)
+    monkeypatch.setenv("NNODES", "1")
+    config = runs / "two" / "config.yaml"
+    shutil.copytree(runs / "two", tmp_path / "sharded")
+    (tmp_path / "sharded" / "config.yaml").write_text(config.read_text().replace("fsdp_size: 1", "fsdp_size: 2"))
+    assert "parallel.fsdp_size=null" in rerun.prepare_rerun(tmp_path / "sharded", tmp_path / "x", []).words
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert len(rerun.prepare_rerun(tmp_path / "sharded", tmp_path / "x", []).words) == 3
+    (entry,) = read_provenance(runs / "two")
+    shutil.copytree(runs / "two", tmp_path / "two")
+    entry["processor"]["instructions"] = "AVX9"
+    (tmp_path / "two" / "provenance.json").write_text(json.dumps([entry]))
+    (line,) = rerun.prepare_rerun(tmp_path / "two", tmp_path / "x", []).different
+    assert line.startswith("the processor's instructions AVX9 there, ")
+
+
+def test_the_oldest_checkpoint_that_differs_names_the_layer(runs: Path, tmp_path: Path) -> None:
+    """Later ones differ in all layers. Runs without a checkpoint in common say so."""
+    pair = tmp_path / "a", tmp_path / "b"
+    train(pair[0], "trainer.save_freq=1")
+    train(pair[1], "trainer.save_freq=1", "optim.lr_warmup_steps=2")
+    result = compare_runs(*pair)
+    assert (result.checkpoint, result.layer and result.layer[:2]) == (STEPS, (1, "model.lm.model.embed_tokens"))
+    shutil.rmtree(pair[0] / "checkpoints" / "step_000001")
+    assert (compare_runs(*pair).layer or (0,))[0] == STEPS
+    for run in pair:  # of a longer run in the same folder, before this one
+        shutil.copytree(pair[0] / "checkpoints" / "step_000002", run / "checkpoints" / "step_000009")
+    assert compare_runs(*pair).checkpoint == STEPS
+    shutil.rmtree(pair[0] / "checkpoints" / "step_000009")
+    shutil.rmtree(pair[0] / "checkpoints")
+    result = compare_runs(*pair)
+    assert "no checkpoint of a step that both have; weights are not compared" in result.settings
+    assert result.layer is None is result.tensors
 
 
 def test_a_row_of_a_board(

@@ -272,9 +272,17 @@ class CheckNumericsConfig:
         "null: the configuration is of one policy",
         choices=("writer", "painter"),
     )
+    task: Optional[str] = arg(
+        None,
+        "the task of a supervised job: of its first update, loss and gradient are compared; null: of one that samples",
+        choices=("sft", "dpo", "flow_matching", "block_diffusion"),
+    )
     keys: list[str] = arg([], "overrides of that configuration, such as [model.path=my_model, rollout.n=4]")
     variants: dict[str, list[str]] = arg(
         {}, "jobs beside it, by name, with further overrides, such as {bf16: [model.dtype=bfloat16]}"
+    )
+    standard: bool = arg(
+        False, "also jobs with another dtype, packing, attention, size of passes and sharding, and what else applies"
     )
     output_dir: str = arg("outputs/numerics", "folder for numerics.json and numerics.html, and of the jobs")
 

@@ -9,7 +9,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ from phalanx.run.rules import load_config
 from phalanx.run.world import stop_world
 from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.tools.board.numerics_page import numerics_page
+from phalanx.tools.first_update import TASKS, measure_update, update_line, update_verdict
+from phalanx.tools.standard_variants import standard_variants
 from phalanx.types import JobError, Samples
 
 FILE, PAGE = "numerics.json", "numerics.html"
@@ -61,22 +63,40 @@ class NumericsCheck:
     def __init__(self, cfg: CheckNumericsConfig) -> None:
         self.cfg, self.folder = cfg, Path(cfg.output_dir).expanduser()
         check_place(self.folder, "output_dir")
-        self.keys = {BASE: cfg.keys} | {name: [*cfg.keys, *keys] for name, keys in cfg.variants.items()}
         for name in cfg.variants:
             if name == BASE or not name or "/" in name or name.startswith("."):
                 raise ConfigError(f"variants: {name!r} is no name for a folder; expected one such as bf16")
         self.schema = _schema_of(cfg)
+        self.keys = {BASE: cfg.keys} | {name: [*cfg.keys, *keys] for name, keys in cfg.variants.items()}
         self.jobs = {name: self._read_job(name, keys) for name, keys in self.keys.items()}
+        self.variants, self.refused = dict(cfg.variants), dict[str, str]()
+        for name, keys in (standard_variants(self.jobs[BASE]) if cfg.standard else {}).items():
+            keys = [key if cfg.part is None else f"{cfg.part}.{key}" for key in keys]
+            try:
+                self.jobs.setdefault(name, self._read_job(name, [*cfg.keys, *keys]))
+            except ConfigError as error:
+                self.refused[name] = str(error)
+            else:
+                self.keys[name], self.variants[name] = [*cfg.keys, *keys], keys
 
     def run(self) -> None:
         """Run all jobs; the lead writes the file and the page, and prints the table and the verdict."""
-        base, rows = None, dict[str, dict[str, Any]]()
+        base, rows, task = None, dict[str, dict[str, Any]](), self.cfg.task
         for name, job in self.jobs.items():
-            with _named(name, JobError):
-                rows[name], drawn, world = measure(job, base)
-            base = base or drawn
+            try:
+                with _named(name, JobError):
+                    if task is not None:
+                        rows[name], world = measure_update(job, task, rows.get(BASE))
+                    else:
+                        rows[name], drawn, world = measure(job, base)
+                        base = base or drawn
+            except JobError as error:
+                if name == BASE or name in self.cfg.variants:
+                    raise
+                self.refused[name] = str(error)  # such as attention that this model lacks
             torch.use_deterministic_algorithms(False)  # a job may have set it
             gc.collect()
+        sentence = verdict(rows, self.variants) if task is None else update_verdict(rows)
         result = {
             "config": self.cfg.config,
             "keys": self.keys,
@@ -84,7 +104,8 @@ class NumericsCheck:
             "device": world.device.type,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "jobs": rows,
-            "verdict": verdict(rows, self.cfg.variants),
+            "refused": self.refused,
+            "verdict": sentence,
         }
         if world.rank == 0:
             with writing(self.folder, "output_dir"):
@@ -92,7 +113,9 @@ class NumericsCheck:
                 write_inside(self.folder, FILE, json.dumps(result, indent=1) + "\n")
                 write_inside(self.folder, PAGE, numerics_page(result))
             for name, row in rows.items():
-                print(line_of(name, row))
+                print(line_of(name, row) if task is None else update_line(name, row))
+            for name, reason in self.refused.items():
+                print(f"{name}: refused: {reason}")
             print(f"{result['verdict']}\n{self.folder / PAGE}", flush=True)
         stop_world()
 
@@ -112,7 +135,7 @@ class NumericsCheck:
         with _named(name):
             kind = kind_of(job)
             kind.check()
-            if kind.build_algorithm().levels is not None:
+            if self.cfg.task is None and kind.build_algorithm().levels is not None:
                 raise ConfigError(f"{job.algorithm:name=} trains on fresh noise, without log-probabilities of samples")
         return job
 
@@ -130,6 +153,8 @@ def _schema_of(cfg: CheckNumericsConfig) -> Any:
     """The schema of the configuration, which is that of language models if it fits both."""
     if cfg.part is not None:
         return JointConfig
+    if cfg.task is not None:
+        return TASKS[cfg.task][0]
     problems = []
     for schema in (LMRLConfig, FlowRLConfig, JointConfig):
         try:
@@ -142,6 +167,13 @@ def _schema_of(cfg: CheckNumericsConfig) -> Any:
         return schema
     if problems[0] == problems[1]:
         raise ConfigError(f"config: {problems[0]}")
+    fitting = list[str]()
+    for name, (schema, _) in TASKS.items():
+        with suppress(ConfigError):
+            load_config(schema, cfg.config, cfg.keys)
+            fitting.append(name)
+    if fitting:
+        raise ConfigError(f"task: {cfg.config} is of a supervised job; expected task={' or '.join(fitting)}")
     raise ConfigError(f"config: {cfg.config} is of neither kind: {problems[0]}; as one of a flow model: {problems[1]}")
 
 

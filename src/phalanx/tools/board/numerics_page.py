@@ -8,6 +8,7 @@ from phalanx.tools.board.markup import document, html_details, html_table, notes
 
 COLUMNS = ("median", "p99", "largest", "k3", "actions_clipped", "samples_clipped")
 TITLES = ["|ratio - 1|: median", "99 %", "largest", "KL", "actions beyond the clip range", "samples with one"]
+UPDATE_TITLES = ["loss", "off by", "norm of the gradient", "off by", "s to update", "peak GB"]
 NOTES = [
     "The ratio is that of the trainer's probability of an action to the sampler's, before any update. KL is Schulman's "
     "k3 estimate of KL(sampler, trainer) per action.",
@@ -21,6 +22,13 @@ def numerics_page(result: Mapping[str, Any]) -> bytes:
     jobs, base = result["jobs"], next(iter(result["jobs"].values()))
     facts = [result["config"], f"{result['ranks']} ranks on {result['device']}", f"torch {result['versions']['torch']}"]
     body = [f"<section><p><b>{escape(result['verdict'])}</b></p>"]
+    refused = [f"{name} is refused: {reason}" for name, reason in result.get("refused", {}).items()]
+    footer = "Made by <code>phalanx numerics</code>; the numbers are also in numerics.json."
+    if base["unit"] == "update":
+        cells = [[name, *_update_cells(job)] for name, job in jobs.items()]
+        notes = notes_html([*refused, *(f"{name}: {' '.join(keys)}" for name, keys in result["keys"].items() if keys)])
+        body.append(html_table(["job", *UPDATE_TITLES], cells) + notes + "</section>")
+        return document("Check of numerics", facts, body, footer)[0]
     if base["sampler"]:
         body.append(f'<div class="tiles" style="--columns:3">{_tiles(base)}</div>')
     rows = [[name, *_cells(job["sampler"]), _largest(job["old"]), *_beside(job)] for name, job in jobs.items()]
@@ -32,15 +40,21 @@ def numerics_page(result: Mapping[str, Any]) -> bytes:
         "s to replay",
         "peak GB",
     ]
-    body.append(html_table(["job", *TITLES, *beside], rows) + notes_html(NOTES) + "</section>")
+    body.append(html_table(["job", *TITLES, *beside], rows) + notes_html([*NOTES, *refused]) + "</section>")
     for name, job in jobs.items():
         table = [[_place(part), *_cells(part)] for part in job["positions"]]
         content = html_table([job["unit"], *TITLES], table)
         content += html_table(["old log-probabilities", *TITLES], [["of the loss", *_cells(job["old"])]])
         content += notes_html([" ".join(result["keys"][name]) or "As configured."])
         body.append(html_details(name, content, is_open=job is base))
-    footer = "Made by <code>phalanx numerics</code>; the numbers are also in numerics.json."
     return document("Check of numerics", facts, body, footer)[0]
+
+
+def _update_cells(job: Mapping[str, Any]) -> list[str]:
+    beside = job.get("beside")
+    off = ["-", "-"] if beside is None else [f"{beside[name]:.1e}" for name in ("loss", "grad_norm")]
+    values = [f"{job['loss']:.6g}", off[0], f"{job['grad_norm']:.6g}", off[1]]
+    return [*values, f"{job['step_s']:.2f}", f"{job['memory_gb']:.2f}"]
 
 
 def _tiles(job: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from phalanx.run.checkpoint_reader import tensor_entries
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_config
-from phalanx.tools.reproduce.rows import Digest, digest_weights, is_result, newest_checkpoint, read_digests, step_of
+from phalanx.tools.reproduce.rows import Digest, digest_weights, is_result, read_digests, shared_checkpoints, step_of
 from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_distance
 from phalanx.zoo.loggers.console import plain
 
@@ -35,7 +35,9 @@ class Comparison:
 
     settings: lines about what they were started with. first: the first metric that differs, as step, name and values.
     parted: the first that differs by more than rounding. largest: the largest relative difference before it. tensors:
-    the relative difference of each; None if there is no checkpoint of the same step.
+    the relative difference of each in the newest checkpoint, of step `checkpoint`; None if there is none of the same
+    step. layer: the step of the oldest checkpoint that differs, the first layer there in the order of the model, and
+    the relative difference of its first such tensor.
     """
 
     steps: int
@@ -46,6 +48,7 @@ class Comparison:
     metrics: int = 0
     tensors: dict[str, float] | None = None
     checkpoint: int = 0
+    layer: tuple[int, str, float] | None = None
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -78,12 +81,20 @@ class Comparison:
         if self.equal:
             return f"equal to the last bit ({compared})"
         if self.within_rounding:
-            return f"equal within rounding ({compared}): {self._difference(self.first)}; largest {self.largest:.1e}"
+            rounded = f"{self._difference(self.first)}; largest {self.largest:.1e}{self._first_layer()}"
+            return f"equal within rounding ({compared}): {rounded}"
         if self.parted is None:
             name = str(self.parted_weight)
             far = (self.tensors or {})[name]
             return f"different ({compared}): no metric by more than rounding, but the weight {name} by {far:.1e}"
-        return f"different from step {self.parted[0]} ({compared}): {self._difference(self.parted)}"
+        apart = f"{self._difference(self.parted)}{self._first_layer()}"
+        return f"different from step {self.parted[0]} ({compared}): {apart}"
+
+    def _first_layer(self) -> str:
+        if self.layer is None:
+            return ""
+        step, name, distance = self.layer
+        return f"; the first layer that differs at step {step} is {name}, by {distance:.1e}"
 
     def _difference(self, row: tuple[int, str, float, float] | None) -> str:
         if row is None:
@@ -116,7 +127,7 @@ def compare_runs(one: Path, other: Path) -> Comparison:
     for step in shared:
         _compare_rows(result, step, rows[0][step], rows[1][step], names)
     result.metrics = len(names)
-    _compare_checkpoints(result, one, other)
+    _compare_checkpoints(result, one, other, max(shared, default=0))
     return result
 
 
@@ -178,29 +189,48 @@ def _changes(kind: str, one: dict[str, str], other: dict[str, str], without: Seq
     return [f"{kind}:", *changed[:MOST_LINES], *more] if changed else []
 
 
-def _compare_checkpoints(result: Comparison, one: Path, other: Path) -> None:
+def _compare_checkpoints(result: Comparison, one: Path, other: Path, last: int) -> None:
+    """Compare weights up to step `last`: a folder may have later ones, of an earlier run in it."""
     digests = read_digests(one), read_digests(other)
     if digests[0] is not None or digests[1] is not None:
-        _compare_digests(result, (one, other), digests)
+        _compare_digests(result, (one, other), digests, last)
         return
-    folder = newest_checkpoint(one, other)
-    if folder is None:
+    steps = [name for name in shared_checkpoints(one, other) if step_of(name) <= last]
+    if not steps:
+        result.settings.append("no checkpoint of a step that both have; weights are not compared")
         return
-    both = [folder, other / "checkpoints" / folder.name]
-    entries = [tensor_entries(each) for each in both]
-    result.checkpoint, result.tensors = step_of(folder), {}
-    _note_lacking(result, entries[0].keys() ^ entries[1].keys())
+    result.checkpoint = step_of(steps[0])
+    result.tensors, result.missing[:] = _compare_tensors(one / steps[0], other / steps[0], result.missing)
+    for name in reversed(steps) if any(result.tensors.values()) else ():
+        tensors = result.tensors if name == steps[0] else _compare_tensors(one / name, other / name, [])[0]
+        if _note_layer(result, step_of(name), tensors):
+            return
+
+
+def _compare_tensors(one: Path, other: Path, missing: list[str]) -> tuple[dict[str, float], list[str]]:
+    """The distance of each tensor that two checkpoints have, and `missing` with lines about the others."""
+    entries = tensor_entries(one), tensor_entries(other)
+    tensors, lines = dict[str, float](), [*missing, *_lacking(entries[0].keys() ^ entries[1].keys())]
     for name in sorted(entries[0].keys() & entries[1].keys(), key=model_order):
         if entries[0][name].size != entries[1][name].size:
-            shapes = f"{list(entries[0][name].size)} and {list(entries[1][name].size)}"
-            result.missing.append(f"{name} has the shapes {shapes}")
+            lines.append(f"{name} has the shapes {list(entries[0][name].size)} and {list(entries[1][name].size)}")
             continue
-        first, second = (read_tensor(each, name, entry[name]) for each, entry in zip(both, entries, strict=True))
-        result.tensors[name] = tensor_distance(first, second)
+        pair = zip((one, other), entries, strict=True)
+        tensors[name] = tensor_distance(*(read_tensor(folder, name, known[name]) for folder, known in pair))
+    return tensors, lines
+
+
+def _note_layer(result: Comparison, step: int, tensors: dict[str, float]) -> bool:
+    """Note the first layer whose weights differ; returns whether there is one."""
+    for name, distance in tensors.items():
+        if distance and model_order(name)[0] == 0:
+            result.layer = step, name.rpartition(".")[0], distance
+            return True
+    return False
 
 
 def _compare_digests(
-    result: Comparison, runs: tuple[Path, Path], digests: Sequence[tuple[int, dict[str, Digest]] | None]
+    result: Comparison, runs: tuple[Path, Path], digests: Sequence[tuple[int, dict[str, Digest]] | None], last: int
 ) -> None:
     """Compare weights of which at least one side has only digests: their norms bound the difference from below."""
     step = next(known[0] for known in digests if known is not None)
@@ -209,21 +239,21 @@ def _compare_digests(
         checkpoint = run / "checkpoints" / f"step_{step:06d}"
         if known is None and complete(checkpoint) is None:
             known = step, digest_weights(checkpoint)
-        if known is None or known[0] != step:
+        if known is None or known[0] != step or step > last:
             result.settings.append(f"{run}: no weights of step {step}; weights are not compared")
             return
         sides.append(known[1])
     result.checkpoint, result.tensors = step, {}
-    _note_lacking(result, sides[0].keys() ^ sides[1].keys())
+    result.missing += _lacking(sides[0].keys() ^ sides[1].keys())
     for name in sorted(sides[0].keys() & sides[1].keys(), key=model_order):
         (digest, norm), (other, other_norm) = sides[0][name], sides[1][name]
         result.tensors[name] = 0.0 if digest == other else max(relative(norm, other_norm), 1e-30)
+    _note_layer(result, step, result.tensors)
 
 
-def _note_lacking(result: Comparison, names: Iterable[str]) -> None:
+def _lacking(names: Iterable[str]) -> list[str]:
     lacking = ", ".join(sorted(names))
-    if lacking:
-        result.missing.append(f"only one run has the weights {cut(lacking)}")
+    return [f"only one run has the weights {cut(lacking)}"] if lacking else []
 
 
 def main(argv: Sequence[str]) -> int:

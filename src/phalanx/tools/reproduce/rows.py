@@ -34,9 +34,10 @@ def write_row(run: Path, row: Path) -> None:
 
     Raises ValueError for a run without a complete checkpoint, OSError for files that are missing.
     """
-    folder = newest_checkpoint(run)
-    if folder is None:
+    checkpoints = shared_checkpoints(run)
+    if not checkpoints:
         raise ValueError(f"{run}: no complete checkpoint, of which a row contains the digests")
+    folder = run / checkpoints[0]
     row.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, PROVENANCE_FILE):
         write_inside(row, name, (run / name).read_text().replace(f"{ROOT}/", ""))
@@ -55,12 +56,13 @@ def is_result(metric: str) -> bool:
     return NOT_RESULTS.isdisjoint(metric.split("/")) and "seconds" not in metric
 
 
-def newest_checkpoint(*runs: Path) -> Path | None:
-    """The checkpoint of the first run whose step is the newest of which all runs have a complete one."""
+def shared_checkpoints(*runs: Path) -> list[Path]:
+    """The checkpoints, as paths within a run, of the steps of which all runs have a complete one, the newest first."""
+    names = list[Path]()
     for folder in sorted((runs[0] / "checkpoints").glob("step_*"), reverse=True):
         if all(complete(run / "checkpoints" / folder.name) is None for run in runs):
-            return folder
-    return None
+            names.append(Path("checkpoints", folder.name))
+    return names
 
 
 def step_of(checkpoint: Path) -> int:
