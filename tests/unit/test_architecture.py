@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"media"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types", "exit", "garbage", "sandbox"}),
+    frozenset({"types", "exit", "garbage", "kept", "sandbox"}),
     frozenset({"config"}),
 )
 

@@ -14,6 +14,7 @@ from phalanx.config.messages import ConfigError, nearest, reason
 from phalanx.config.registry import built_in, known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.advantage import Share
+from phalanx.kept import kept
 from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
 from phalanx.rewards.call import Term
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, absent_argument, form_of, verl_arguments
@@ -110,7 +111,8 @@ def _build_term(
         check_arguments(reward, (), kwargs, f"{key}.kwargs", label, hidden=("device",) if on_device else ())
         if not is_judge:
             log.info("loading the reward %s", name)
-        function = _make_instance(reward, kwargs, f"{key} ({name})")
+        make = functools.partial(_make_instance, reward, kwargs, f"{key} ({name})")
+        function = kept(("reward", key, str(reward), repr(kwargs)), make) if on_device else make()
         if isinstance(function, Judge):
             check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:

@@ -17,9 +17,10 @@ want to join after they took part in the generation before.
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -31,6 +32,7 @@ from phalanx.distributed.fsdp import KEPT
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.exit import end, place, say
+from phalanx.kept import keep
 from phalanx.run import watchdog
 from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, take
 from phalanx.run.rendezvous import connect_store
@@ -41,6 +43,7 @@ PATIENCE_S = 600.0
 UNSEEN_S = 60.0  # for the ranks of a generation that was lost before they could watch each other
 ARRIVAL_S = 10.0  # for the ranks that were chosen to read that
 LOADING_S = 60.0  # for new ranks to import the libraries
+CONNECTING_S = 20.0  # for ranks that have met to connect to each other
 CONNECT_S = 60.0  # to the job's store, which node 0 may have taken along
 LOOK_S = 0.05
 REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
@@ -182,6 +185,7 @@ def enter() -> None:
     launch = Launch.from_env()
     nodes = launch.world_size // launch.local_world_size
     store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=CONNECT_S)))
+    keep()
     generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports())
     if store.add(f"came/{generation.here}", 1) > 1:
         generation.register(None)
@@ -203,7 +207,7 @@ def survives(error: BaseException, lost: bool) -> bool:
 def _goes_on(error: BaseException, lost: bool) -> bool:
     global job, offers
     watch = watchdog.current
-    if generation is None or not (lost or isinstance(error, Regroup)):
+    if generation is None or not (lost or isinstance(error, Regroup | dist.DistError)):
         return False
     if watch is not None and watch.first_error() is not None:  # a rank raised: all would raise again
         return False
@@ -225,6 +229,7 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
         lost_groups.extend(distributed_c10d._world.pg_map)
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0  # by which groups are named; one that could not connect has counted
     generation.register(dead)
     if Launch.from_env().rank == 0:
         names = ", ".join(map(str, generation.chosen(generation.number)))
@@ -242,12 +247,39 @@ def drop_groups() -> None:
     threading.Thread(target=groups.clear, name="lost groups", daemon=True).start()
 
 
+@contextlib.contextmanager
+def connecting() -> Iterator[timedelta]:
+    """A block in which ranks make their groups, with limits no longer than the one that it gets.
+
+    gloo makes connections at their first use, so that 1,024 ranks need not 2,000 sockets each. But nothing can wake up
+    a rank that waits for its first connection to a lost one. So here all are made in this block, in which a lost rank
+    costs the others at most CONNECTING_S.
+    """
+    if generation is None:
+        if sys.platform.startswith("linux"):  # on macOS gloo ends the job with it
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        yield timedelta.max
+        return
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    usual, most = distributed_c10d.default_pg_timeout, timedelta.max
+    if generation.number:
+        distributed_c10d.default_pg_timeout = most = timedelta(seconds=CONNECTING_S)  # of a mesh's groups
+    try:
+        yield most
+    except RuntimeError as error:
+        raise dist.DistError(f"a rank was lost while others connected to it: {error}") from error
+    finally:
+        distributed_c10d.default_pg_timeout = usual
+    generation.publish()  # for a loss before the job begins
+
+
 def watching(before: watchdog.Watch | None) -> None:
     """All ranks of this generation are watched from now on, instead of those of the one `before`."""
     global watched
-    if generation is not None:
+    if generation is not None and watchdog.current is not None:
         watched = generation.chosen(generation.number)
-        if before is not None and watchdog.current is not None:
+        watchdog.current.sever = generation.sever
+        if before is not None:
             watchdog.current.stop = before.stop  # a signal that came meanwhile
             before.retire()
 
@@ -259,7 +291,6 @@ def begin(each: KeptJob) -> None:
         job = each
         offers.clear()
         generation.publish()
-        each.world.watch.sever = generation.sever
 
 
 def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
@@ -268,7 +299,10 @@ def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
     """
     if generation is None or not generation.number:
         return None
-    return take(offers, states, world)
+    progress = take(offers, states, world)
+    if progress is None and world.rank == 0:
+        say("no rank has the state after the last step: the job starts from its last checkpoint")
+    return progress
 
 
 def ended(status: int) -> None:

@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -112,40 +111,44 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
         stay_near_gpu(gpu_address(launch.local_rank))
     else:
         keep_freed_pages()
-    # without it, each of the two gloo groups connects every rank to every other, by 2,000 sockets per rank of 1,024;
-    # with it, gloo ends the job on macOS
-    if sys.platform.startswith("linux"):
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # gloo handles CPU tensors (rewards, prompts, counts), which then need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store: dist.Store = dist.HashStore()
     start = f"start/{next(STARTS)}"  # the job's store keeps the addresses that ranks had in an earlier world
-    if not roles.collocated:
-        take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
-        store = dist.PrefixStore(start, meet(whole, timeout))
-        role_store = dist.PrefixStore(f"role/{role}", store)
-        dist.init_process_group(
-            backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
-        )
-    elif not dist.is_initialized():
-        later = in_place.met()
-        joined = later or dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
-        dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
-    # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
-    # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.
-    shape = (launch.world_size // width, width)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    slow = max(config.timeout_s, CHECKPOINT_S)  # ranks wait for the slowest file system to write a checkpoint
+    later = in_place.met()
+    with in_place.connecting() as most:
+        limit = min(timeout, most)
+        if not roles.collocated:
+            take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
+            store = dist.PrefixStore(start, meet(whole, timeout))
+            joined: dist.Store = dist.PrefixStore(f"role/{role}", store)
+            dist.init_process_group(backend, None, limit, launch.world_size, launch.rank, joined)
+        elif not dist.is_initialized():
+            joined = later or dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
+            dist.init_process_group(backend, None, limit, whole.world_size, whole.rank, joined)
+        # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
+        # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along
+        # both.
+        shape = (launch.world_size // width, width)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        context = context_mesh(config, launch.world_size, device)
+        groups = [*mesh.get_all_groups(), *context_groups(context)]
+        # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in
+        # different orders on different ranks, so that thread has a separate group.
+        checkpoint_group = group_of(range(launch.world_size), min(slow, most.total_seconds()))
     count_once(config.ulysses_sequence_parallel_size)
-    context = context_mesh(config, launch.world_size, device)
-    for group in [*mesh.get_all_groups(), *context_groups(context)]:
-        # subgroups do not inherit the default group's limit
-        getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
-    # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in different
-    # orders on different ranks, so that thread has a separate group. Its ranks wait there for the slowest file system.
-    checkpoint_group = group_of(range(launch.world_size), max(config.timeout_s, CHECKPOINT_S))
     link = None if roles.collocated else Link(roles, whole.rank, store, device)
     watch = _start_watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
+    _limit(timeout, dist.group.WORLD, *groups)  # subgroups do not inherit the default group's limit
+    _limit(group_timeout(slow), checkpoint_group)
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)
+
+
+def _limit(timeout: timedelta, *groups: Any) -> None:
+    """Set the time limit of collectives."""
+    for group in groups:
+        getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
 
 
 def use_device(device: torch.device) -> None:

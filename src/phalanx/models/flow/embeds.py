@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from phalanx.distributed.mesh import Node
+from phalanx.kept import kept
 from phalanx.models.flow.family import Embeds
 
 MEMORY_LIMIT = 4 << 30  # bytes of embeddings that stay in memory
@@ -29,8 +30,9 @@ class EmbedsCache:
     def __init__(self, encode: Callable[[list[Any]], list[Embeds]], identity: str, folder: str | None) -> None:
         self._encode, self._identity = encode, identity
         self._folder = Path(folder) if folder is not None else None
-        self._memory: OrderedDict[Hashable, Embeds] = OrderedDict()  # least recently used first
-        self._bytes = 0
+        # least recently used first
+        self._memory: OrderedDict[Hashable, Embeds] = kept(("embeddings", identity), OrderedDict)
+        self._bytes = sum(map(_embeds_bytes, self._memory.values()))
 
     def __call__(self, texts: Sequence[Hashable]) -> list[Embeds]:
         """Embeddings of each text, on the CPU."""

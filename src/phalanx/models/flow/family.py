@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.functional.flow import Sampler
+from phalanx.kept import kept
 from phalanx.media.pictures import Picture
 from phalanx.models.flow.folder import (
     base_folder,
@@ -109,7 +111,8 @@ class FlowModel(ModelFiles):
         self.transformer = load_transformer(self.transformer_class, path, "transformer", weights_dtype, stored=stored)
         for name in component_names(index):
             if name.startswith("text_encoder"):
-                given[name] = load_text_encoder(path, name, index[name][1], dtype, f"{config:path}")
+                parts = path, name, index[name][1], dtype
+                given[name] = kept(("text encoder", *parts), partial(load_text_encoder, *parts, f"{config:path}"))
         given |= {"transformer": self.transformer, "dtype": {"default": dtype, "vae": self.vae_dtype or dtype}}
         self.pipeline = self.stock_pipeline().from_pretrained(path, trust_remote_code=False, **given)
         self.vae = self.pipeline.vae
