@@ -110,7 +110,7 @@ def measure(cfg: Any) -> dict[str, int]:
     as_on_gpus(t)
     with WideProducts():
         train(t)  # imports that come late, and kernels' caches
-    t.collector.rollout._drawn = []  # as metrics let the images go
+    t.collector.rollout.drawn = []  # as metrics let the images go
     on_host = dict(strangers)
     if "reference" in t.policy.trained._weights:
         on_host |= storages(t.policy.trained._weights["reference"].values())

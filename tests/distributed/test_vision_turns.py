@@ -87,7 +87,7 @@ def one_step(config: LMRLConfig) -> dict[str, Any]:
         log_prob = drawn.log_softmax(-1).gather(1, ids[0, at, None]).squeeze(1)
         off = max(off, float((log_prob - samples.log_prob[i, : len(at)]).abs().max()))
         talks.append((ids[0].tolist(), trace.sampled[i, :end].tolist(), samples.prompts[i].images != ()))
-    told = [drawn.beside["messages"] for drawn in rollout._drawn]
+    told = [drawn.beside["messages"] for drawn in rollout.drawn]
     return result | {"talks": talks, "off": off, "same": same, "told": told}
 
 

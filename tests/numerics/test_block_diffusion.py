@@ -111,7 +111,7 @@ def test_the_replay_says_what_the_rollout_said(
     policy = policy_of(lm_folder, world)
     samples, rollout = sampled(policy, world, confidence=confidence, **keys)
     said = torch.zeros(samples.mask.shape)
-    for i, drawn in enumerate(rollout._drawn):
+    for i, drawn in enumerate(rollout.drawn):
         said[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
     assert torch.equal(said != 0, samples.mask)
     torch.testing.assert_close(policy.replay(samples.trace).log_prob, said, rtol=1e-5, atol=1e-5)

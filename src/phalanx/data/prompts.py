@@ -289,18 +289,15 @@ def _join_parts(parts: list[Any], name: str, where: str, shows: bool) -> str:
             texts.append(MARK)
             continue
         if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            keys = ", ".join([f"type: {part['type']}", *(str(key) for key in without_nulls(part) if key != "type")])
             raise DataError(
-                f"{where}: {name} has a part {{{_key_list(part)}}} of a message; expected the row's images in a column "
+                f"{where}: {name} has a part {{{keys}}} of a message; expected the row's images in a column "
                 f"`images`, and parts {{type: image}} in their places, or {{type: image, image}} with {FORMS}"
             )
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{where}: {name} contains a part of a message that is not {{type: text, text}}")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _key_list(part: dict[str, Any]) -> str:
-    return ", ".join([f"type: {part['type']}", *(str(name) for name in without_nulls(part) if name != "type")])
 
 
 def _parse_tools(value: Any) -> Any:

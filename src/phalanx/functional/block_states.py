@@ -184,10 +184,9 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
     if estimate in ("block_mean_field", "mean_field"):
         masked = real[:, :, None]
         return Views(masked, masked.float(), trace.starts // trace.size if estimate == "mean_field" else None)
-    drawn = torch.stack([_uniform_numbers(seed, step.shape[1:].numel()) for seed in trace.seeds.tolist()]).to(
-        step.device
-    )
-    t, uniform = drawn[:, :1, None], drawn[:, 1:].view(step.shape)
+    streams = [torch.Generator().manual_seed(seed) for seed in trace.seeds.tolist()]
+    drawn = torch.stack([torch.rand(1 + step[0].numel(), generator=stream) for stream in streams]).to(step.device)
+    t, uniform = drawn[:, :1, None], drawn[:, 1:].view(step.shape)  # of the masking rate, and of each token
     if estimate == "elbo":
         masked = (real & (uniform < t))[:, :, None]
         return Views(masked, masked / t[..., None])
@@ -196,11 +195,6 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
     masked = torch.stack([real, first, second], 2)
     weight = torch.stack([real / 2, first / t / 2, second / (1 - t) / 2], 2)
     return Views(masked, weight)
-
-
-def _uniform_numbers(seed: int, count: int) -> Tensor:
-    """[1 + count] uniform random numbers: one for the masking rate, and one per token."""
-    return torch.rand(1 + count, generator=torch.Generator().manual_seed(seed))
 
 
 def of_responses(trace: BlockTrace, states: States, values: Tensor) -> Tensor:

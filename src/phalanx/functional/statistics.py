@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
+_LEVEL = (1 + CONFIDENCE) / 2  # of the quantiles on either side
 SKEWED = (0.2, 0.4)  # skewness from which a mean may lack its rarer prompts, and from which it is taken to
 RARE = (0.5, 0.7)  # the same of a difference
 SKEWED_CHANGES = (0.1, 0.2)  # skewness from which few changes make up a difference, and from which only they do
@@ -103,30 +104,28 @@ def in_unit_range(samples: Values) -> bool:
     return bool(((known >= 0) & (known <= 1)).all() and ((known == 0) | (known == 1)).any())
 
 
-def mean_interval(values: Values, unit: bool | None = None, confidence: float = CONFIDENCE) -> Estimate:
+def mean_interval(values: Values, unit: bool | None = None) -> Estimate:
     """The mean of values [P], one per prompt, and its interval: `mean_bounds` if the scores are in 0..1 (`unit`; None:
     if the values show it), otherwise Student's t.
     """
-    return _estimate_interval(values, None, unit, confidence)
+    return _estimate_interval(values, None, unit)
 
 
-def paired_interval(
-    values: Values, others: Values, unit: bool | None = None, confidence: float = CONFIDENCE
-) -> Estimate:
+def paired_interval(values: Values, others: Values, unit: bool | None = None) -> Estimate:
     """The mean of values - others [P] of the same prompts, and its interval: `difference_bounds` if the scores of both
     are in 0..1 (`unit`; None: if the values show it), otherwise Student's t of the differences.
     """
-    return _estimate_interval(values, others, unit, confidence)
+    return _estimate_interval(values, others, unit)
 
 
-def _estimate_interval(values: Values, others: Values | None, unit: bool | None, confidence: float) -> Estimate:
+def _estimate_interval(values: Values, others: Values | None, unit: bool | None) -> Estimate:
     count, shown = len(values), values if others is None else np.concatenate([values, others])
     differences = values if others is None else values - others
     mean = float(differences.mean())
     known = in_unit_range(shown) if unit is None else unit
     if count < 2:
         return Estimate(mean, (0.0 if others is None else -1.0) if known else None, 1.0 if known else None, count)
-    low, high = _bounds(values, others, known, np.array(t_quantile((1 + confidence) / 2, count - 1)), RELIEF)
+    low, high = _bounds(values, others, known, np.array(t_quantile(_LEVEL, count - 1)), RELIEF)
     return Estimate(mean, float(low), float(high), count)
 
 
@@ -141,9 +140,9 @@ def _bounds(
     return mean - half_width, mean + half_width
 
 
-def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None:
+def t_half_width(values: Values) -> float | None:
     """Half the width of Student's t interval of the mean of values [P]; None for a single value."""
-    high, mean = mean_interval(values, False, confidence).high, float(values.mean())
+    high, mean = mean_interval(values, False).high, float(values.mean())
     return None if high is None else high - mean
 
 
@@ -255,7 +254,7 @@ def mean_of_groups(groups: Sequence[Group], unit: bool) -> Estimate:
     return Estimate(float(np.mean(means)), float(low), float(high), sum(counts))
 
 
-def group_bounds(groups: Sequence[Group], unit: bool, confidence: float = CONFIDENCE) -> tuple[Values, Values]:
+def group_bounds(groups: Sequence[Group], unit: bool) -> tuple[Values, Values]:
     """The bounds [...] of the unweighted mean of the groups' means of values [..., P], P > 1, or of pairs' differences.
 
     The distance of each bound from the mean combines the groups' distances in quadrature (MOVER; Zou and Donner,
@@ -263,7 +262,7 @@ def group_bounds(groups: Sequence[Group], unit: bool, confidence: float = CONFID
     those of the mean (Welch 1947). In 0..1 the bounds extend to those of all prompts together, since a group without a
     success, whose bound is 0, hides how far the others are from theirs.
     """
-    number, count, level = len(groups), 0, (1 + confidence) / 2
+    number, count = len(groups), 0
     mean = up = down = variance = squares = below = above = np.zeros(())
     pairs = list[tuple[Values, Values | None, Values]]()
     for group in groups:
@@ -276,14 +275,14 @@ def group_bounds(groups: Sequence[Group], unit: bool, confidence: float = CONFID
         up = up + np.maximum(differences, 0).mean(-1) / number
         down = down + np.maximum(-differences, 0).mean(-1) / number
     degrees = np.divide(variance**2, squares, out=np.full_like(variance, count - number), where=squares > _TINY**2)
-    quantile = t_quantiles(level, degrees)
+    quantile = t_quantiles(_LEVEL, degrees)
     for values, others, differences in pairs:  # bounds on the further side do not all err in the same direction
         low, high = _bounds(values, others, unit, quantile, 0.0)
         below = below + (differences.mean(-1) - low) ** 2
         above = above + (high - differences.mean(-1)) ** 2
     low, high = mean - np.sqrt(below) / number, mean + np.sqrt(above) / number
     if unit:
-        together = t_quantile(level, count - number)
+        together = t_quantile(_LEVEL, count - number)
         effective = _effective_count(up + down - (up - down) ** 2, variance / number**2 * count, count)
         if pairs[0][1] is None:
             least, most = _wilson_interval(up, effective, together)

@@ -4,7 +4,7 @@ diffusers converts the LoRAs of many trainers, and its functions drop what they 
 log.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,10 +51,6 @@ def convert_traced(
         value.sources, value.read = frozenset([name]), read
         given[name] = value
     result = dict(convert(given))
-    used = read | _source_names(result.values())
+    used = read | {name for tensor in result.values() if isinstance(tensor, Traced) for name in tensor.sources}
     unused = [name for name, tensor in tensors.items() if name not in used and bool(torch.any(tensor != 0))]
     return {name: tensor.as_subclass(Tensor) for name, tensor in result.items()}, sorted(unused)
-
-
-def _source_names(tensors: Iterable[Tensor]) -> set[str]:
-    return {name for tensor in tensors if isinstance(tensor, Traced) for name in tensor.sources}
