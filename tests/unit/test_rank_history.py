@@ -109,9 +109,10 @@ def test_each_role_tells_its_own_events(tmp_path: Path) -> None:
             {"event": "start", "at": 0, "ranks": 3, "host": "a"},
             {"event": "stopped", "at": 9, "text": ends[rank]},
         ]
-        write(tmp_path, rank, [*lines, phase("checkpoint" if rank else "validation", 1, 2, 3)], role=role)
+        both = phase("validation", 2, 3, 4 + rank)  # all roles take part in it
+        write(tmp_path, rank, [*lines, phase("checkpoint" if rank else "validation", 1, 2, 3), both], role=role)
     events = [(event["kind"], event["rank"]) for event in RankHistory(tmp_path).data()["events"]]
-    assert events == [("start", 0), ("validation", 0), ("checkpoint", 1), ("stopped", 1)]
+    assert events == [("start", 0), ("validation", 0), ("checkpoint", 1), ("validation", 0), ("stopped", 1)]
 
 
 def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def comparison_table(runs: Sequence[Run]) -> str:
     """A table of each run's first, last and best validation, reward or loss, steps, time, throughput and memory."""
     figures = [figures_of(run) for run in runs]
     columns = list(dict.fromkeys(name for row in figures for name in row))
-    html = "<section><div class='scroll comparison'><table><thead><tr><th scope=col>run</th>"
+    html = "<section><div class='scroll comparison stack'><table><thead><tr><th scope=col>run</th>"
     for name in columns:
         html += f"<th scope=col>{escape(name)}</th>"
     html += "</tr></thead><tbody>"
@@ -94,7 +94,8 @@ def comparison_table(runs: Sequence[Run]) -> str:
         html += f"<tr><th scope=row>{escape(run.label)}</th>"
         for name in columns:
             first = None if row is figures[0] else figures[0].get(name)
-            html += f"<td>{_figure_cell(name, row.get(name), first, _difference(run, runs[0], name))}</td>"
+            cell = _figure_cell(name, row.get(name), first, _difference(run, runs[0], name))
+            html += f'<td data-name="{escape(name)}"><span>{cell}</span></td>'
         html += "</tr>"
     note = (
         f"Small figures are differences to {runs[0].label}; those of validations are coloured beyond their 95 % "

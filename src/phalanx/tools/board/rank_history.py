@@ -226,7 +226,10 @@ def _last_events(
         if rank not in firsts.values():
             continue
         for span in of_rank.phases:
-            if span.name.endswith(NOTED):
+            times = told.setdefault(f"{span.name} {span.number}", [])  # each role has the phase
+            is_repeated = any(abs(span.end - at) < TOGETHER_S for at in times)
+            if span.name.endswith(NOTED) and not is_repeated:
+                times.append(span.end)
                 text = f"after step {span.number}, {span.end - span.begin:.2g} s"
                 events.append({"at": span.end, "rank": rank, "kind": span.name, "text": text})
     return sorted(events, key=lambda event: event["at"])[-MAX_EVENTS:]
