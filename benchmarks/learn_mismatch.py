@@ -214,7 +214,7 @@ WORDS = {
     "fp8": "weights in fp8",
     "stale": "weights of a step before",
 }
-WORDS |= {f"noise_1e_{n}": f"noise of 1e-{n}" for n in range(6)}
+WORDS |= {f"noise_1e_{n}": f"noise of 1e-{n}" for n in range(1, 6)} | {"noise_1e_0": "noise of 1"}
 WORDS |= {f"{way}_1e_{n}": f"all 1e-{n} too {way}" for way in ("low", "high") for n in range(6)}
 ORDER = [
     "exact",

@@ -334,6 +334,23 @@ def test_rows(other: dict[str, Any], verdict: str, tmp_path: Path) -> None:
     assert compare_runs(tmp_path / "a", tmp_path / "b").verdict().startswith(verdict)
 
 
+def test_what_comes_first_is_reported(tmp_path: Path) -> None:
+    """A response that is cut in one run alone has a metric of its own; before it, runs part in another metric."""
+    for name, steps in (
+        ("a", [{"x": 1.0}, {"x": 1.0}, {"x": 1.0}]),
+        ("b", [{"x": 1.0}, {"x": 2.0}, {"x": 1.0, "y": 1.0}]),
+    ):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step} | row) for step, row in enumerate(steps)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert compare_runs(tmp_path / "a", tmp_path / "b").verdict() == (
+        "different from step 1 (3 steps, 1 metrics): first in x of step 1, 1.0 and 2.0, relative difference 5.0e-01"
+    )
+    lines = [json.dumps({"step": 0, "x": 1.0, "y": 1.0}), json.dumps({"step": 1, "x": 2.0})]
+    (tmp_path / "b" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert compare_runs(tmp_path / "a", tmp_path / "b").verdict() == "different: only one run has y in step 0"
+
+
 def test_no_step_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, step in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()

@@ -76,7 +76,7 @@ class Comparison:
             compared += f", {len(self.tensors)} tensors of step {self.checkpoint}"
         if self.steps == 0:
             return "nothing to compare: the runs have no step in common"
-        if self.missing:
+        if self.missing and self.parted is None:
             return f"different: {'; '.join(self.missing)}"
         if self.equal:
             return f"equal to the last bit ({compared})"
@@ -87,7 +87,7 @@ class Comparison:
             name = str(self.parted_weight)
             far = (self.tensors or {})[name]
             return f"different ({compared}): no metric by more than rounding, but the weight {name} by {far:.1e}"
-        apart = f"{self._difference(self.parted)}{self._first_layer()}"
+        apart = "; ".join([f"{self._difference(self.parted)}{self._first_layer()}", *self.missing])
         return f"different from step {self.parted[0]} ({compared}): {apart}"
 
     def _first_layer(self) -> str:
@@ -140,7 +140,7 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
 
 def _compare_rows(result: Comparison, step: int, one: dict[str, Any], other: dict[str, Any], names: set[str]) -> None:
     lacking = [*filter(is_result, one.keys() ^ other.keys())]
-    if lacking and not result.missing:
+    if lacking and not result.missing and result.parted is None:  # what comes first is reported
         result.missing.append(f"only one run has {cut(', '.join(sorted(lacking)))} in step {step}")
     for name in one:
         if name == "step" or name not in other or not is_result(name):
@@ -154,7 +154,7 @@ def _compare_rows(result: Comparison, step: int, one: dict[str, Any], other: dic
         result.first = result.first or row
         within = abs(first - second) <= ABSOLUTE + RELATIVE * max(abs(first), abs(second))
         if not within:
-            result.parted = result.parted or row
+            result.parted = result.parted or (None if result.missing else row)
         elif result.parted is None:
             result.largest = max(result.largest, relative(first, second))
 
