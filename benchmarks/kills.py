@@ -203,6 +203,7 @@ def _serve(net: Net, port: int, ready: Any) -> None:
 def _rank(net: Net, folder: Path, env: dict[str, str], schema: str, words: list[str]) -> None:
     """A rank of a job: what a task's file does."""
     end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     net.enter(int(env["GROUP_RANK"]))
     with (folder / f"node_{env['GROUP_RANK']}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
@@ -433,6 +434,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to keep the files of the jobs")
     args = parser.parse_args()
     result: dict[str, Any] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
     net = Net(None if no_namespaces() else Hosts(f"ki{os.getpid() % 100000}"))
     try:
         with contextlib.ExitStack() as stack:
