@@ -18,8 +18,8 @@ from tests.helpers.jobs import fit, tiny_config
 from tests.helpers.ranks import RankError, run_ranks
 
 
-def hold(folder: Path, ready: Any) -> None:
-    FolderLock(folder, lambda _: None, lambda: None)
+def hold(folder: Path, ready: Any, job: str = "") -> None:
+    FolderLock(folder, lambda _: None, lambda: None, job)
     ready.set()
     time.sleep(600)
 
@@ -44,6 +44,30 @@ def test_the_second_job_ends_with_the_first_ones_name(other: Any, sd3_folder: Pa
         run_ranks(fit, 2, tiny_config(sd3_folder, tmp_path, "trainer.total_training_steps=1"))
     assert other.is_alive()
     assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_a_rank_that_was_left_behind_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that goes on in place takes the folder over from the frozen one that led the job before; others do not."""
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.1)
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    frozen = context.Process(target=hold, args=(tmp_path, ready, "ours"), daemon=True)
+    frozen.start()
+    assert ready.wait(60)
+    os.kill(frozen.pid or 0, signal.SIGSTOP)
+    with pytest.raises(ValueError, match=f"is in use by another job, process {frozen.pid} on "):
+        FolderLock(tmp_path, lambda _: None, lambda: None, "another")
+    begin = time.monotonic()
+    lock = FolderLock(tmp_path, lambda _: None, lambda: None, "ours")
+    assert time.monotonic() - begin < 5 and not lock._locked
+    assert json.loads((tmp_path / "running.json").read_text())["pid"] == os.getpid()
+    frozen.kill()
+    frozen.join()
+    deadline = time.monotonic() + 20
+    while not lock._locked and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert lock._locked, "a third job would find the lock free"
+    lock.release()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -4,15 +4,17 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from phalanx.distributed.launch_env import Launch
 from phalanx.run import in_place
-from phalanx.run.in_memory import agreed_offer
+from phalanx.run.in_memory import agreed_offer, offers_of
 from phalanx.run.in_place import Generation
 from phalanx.run.severed import listening_ports, sever
+from phalanx.training.progress import Progress
 
 
 def place(store: dist.Store, node: int, local: int = 0, *, nodes: int = 3, ranks: int = 1) -> Generation:
@@ -76,6 +78,7 @@ def test_a_later_node_joins_the_survivors(store: dist.Store, monkeypatch: pytest
     store.set("2/2/0", "1 0")
     store.add("2/came", 1)
     assert first.waiting()
+    monkeypatch.setattr(late, "_current", lambda: 1)  # it came before, however late its thread starts
     assert numbers([(first, set()), (late, None)], monkeypatch) == ["0/2", "1/2"]
 
 
@@ -127,3 +130,14 @@ def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
                 assert ours.recv(1) == b""
                 kept.send(b"x")
                 assert theirs.recv(1) == b"x"
+
+
+def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() -> None:
+    state = SimpleNamespace(kept=None, applied=0, updates=3, local_parts=list, parts_before=list)
+    stops = SimpleNamespace(before=Progress(step=4))
+    job = SimpleNamespace(stops=stops, progress=Progress(step=5), states={"": state}, unconfirmed={"loss": 1.0})
+    (offered, _) = offers_of(job)[5]  # type: ignore[arg-type]
+    assert offered.unfinished == {"loss": 1.0} and offered.updates == 3
+    assert job.progress.unfinished is None
+    job.unconfirmed = None
+    assert offers_of(job)[5][0].unfinished is None  # type: ignore[arg-type]

@@ -109,9 +109,7 @@ def _build_term(
     else:
         kwargs = {"device": device, **cfg.kwargs} if on_device else cfg.kwargs
         check_arguments(reward, (), kwargs, f"{key}.kwargs", label, hidden=("device",) if on_device else ())
-        if not is_judge:
-            log.info("loading the reward %s", name)
-        make = functools.partial(_make_instance, reward, kwargs, f"{key} ({name})")
+        make = functools.partial(_make_instance, reward, kwargs, f"{key} ({name})", "" if is_judge else name)
         function = kept(("reward", key, str(reward), repr(kwargs)), make) if on_device else make()
         if isinstance(function, Judge):
             check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
@@ -182,7 +180,9 @@ def _taken_outputs(reward: Callable[..., Any], key: str, label: str, outputs: st
     return first if first in TAKES else "images"
 
 
-def _make_instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:
+def _make_instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str, name: str) -> Any:
+    if name:
+        log.info("loading the reward %s", name)
     try:
         return reward(**kwargs)
     except ValidationError as error:

@@ -24,6 +24,7 @@ from phalanx.distributed.collectives import from_first
 from phalanx.distributed.mesh import World
 from phalanx.exit import say
 from phalanx.models.meeting import here
+from phalanx.run import in_place
 from phalanx.run.telemetry.run_folder import BEAT_S, RUNNING_FILE, STOP_FILE, read_json, write_json
 
 PATIENCE_S = 10.0  # seconds without a new beat after which a job on another machine is considered dead
@@ -42,7 +43,8 @@ def hold(folder: Path, world: World) -> None:
         if here() is None:
             release()
         try:
-            _held[folder] = FolderLock(folder, world.watch.fail, world.watch.ask)
+            job = in_place.remembered("folder lock", lambda: secrets.token_hex(8))
+            _held[folder] = FolderLock(folder, world.watch.fail, world.watch.ask, job)
         except ValueError as error:
             raise ValueError(f"trainer.output_dir: {error}") from error
         except OSError as error:
@@ -68,18 +70,20 @@ class FolderLock:
     """The lock of a folder.
 
     lost: called once, with a message, if another job takes the folder. stop: called once if `phalanx stop` asks this
-    job to stop. Raises ValueError if another job uses the folder, OSError if it cannot be written.
+    job to stop. job: of this job, whose ranks take the lock over from one that is frozen and was left behind. Raises
+    ValueError if another job uses the folder, OSError if it cannot be written.
     """
 
-    def __init__(self, folder: Path, lost: Callable[[str], object], stop: Callable[[], object]) -> None:
-        self.folder, self._lost, self._stop = folder, lost, stop
+    def __init__(self, folder: Path, lost: Callable[[str], object], stop: Callable[[], object], job: str = "") -> None:
+        self.folder, self._lost, self._stop, self._job = folder, lost, stop, job or secrets.token_hex(8)
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = append_inside(folder, ".lock")
         try:
-            locked = self._try_lock()
+            self._locked = self._try_lock()
             other = read_json(self.folder, RUNNING_FILE)
             # on this machine, holding the lock proves that the other job is dead
-            if other is not None and not (locked and other.get("machine") == _machine_name()):
+            dead = other is None or (self._locked and other.get("machine") == _machine_name())
+            if other is not None and not dead and other.get("job") != self._job:
                 self._wait_for_silence(other)
         except BaseException:
             self._lock.close()
@@ -90,6 +94,7 @@ class FolderLock:
             "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             "machine": _machine_name(),
             "token": secrets.token_hex(8),
+            "job": self._job,
             "beat": 0,
         }
         self._write_state()
@@ -109,12 +114,17 @@ class FolderLock:
         self._lock.close()
 
     def _try_lock(self) -> bool:
-        """Lock the file; False if the file system has no locks. Raises ValueError if another process holds the lock."""
+        """Lock the file; False if the file system has no locks, or while a frozen rank of this job holds the lock.
+        Raises ValueError if another job does.
+        """
         try:
             # a lockf lock belongs to the process, so a reward function's forked child does not keep it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise ValueError(self._in_use(read_json(self.folder, RUNNING_FILE) or {})) from None
+            other = read_json(self.folder, RUNNING_FILE) or {}
+            if other.get("job") == self._job:
+                return False
+            raise ValueError(self._in_use(other)) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -143,6 +153,8 @@ class FolderLock:
             if not self._stop_called and (read_json(self.folder, STOP_FILE) or {}).get("token") == self._me["token"]:
                 self._stop_called = True
                 self._stop()
+            with suppress(ValueError):
+                self._locked = self._locked or self._try_lock()
             self._me["beat"] += 1
             self._write_state()
 

@@ -41,6 +41,7 @@ class KeptJob(Protocol):
     sampling: Any
     logger: Any
     rank_files: Any
+    unconfirmed: dict[str, float] | None
 
     @property
     def states(self) -> Mapping[str, KeptState]: ...
@@ -54,7 +55,9 @@ def offers_of(job: KeptJob) -> Offers:
     if before.step < progress.step:  # the step is complete on this rank
         progress.updates = next(iter(states)).updates
         progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}
-        offers[progress.step] = copy(progress), _parts(states, before=False)
+        after = copy(progress)
+        after.unfinished = after.unfinished or job.unconfirmed  # the first rank may be lost before it wrote this row
+        offers[progress.step] = after, _parts(states, before=False)
         copied = all(state.kept is not None for state in states)
     if copied:
         offers[before.step] = before, _parts(states, before=True)

@@ -86,6 +86,7 @@ class Job:
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0
+        self.unconfirmed: dict[str, float] | None = None  # the last row, until all ranks have met after it was written
         self._skipped = 0  # skipped updates of policies and critic since this start of the job
         try:
             self._open_files()
@@ -228,6 +229,7 @@ class Job:
         self.progress.unfinished = None
         # log before saving: a run that is killed after the checkpoint must find this row
         row = row | self.timers.pop()
+        self.unconfirmed = row
         self.logger.log(step, row)
         self._count_bad_step()
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
@@ -236,6 +238,7 @@ class Job:
                 check_metric(t, row, step, self.checkpointer)
         if not last:
             _, stop = agree(None, self.world.watch.stop or (in_place.REGROUP if in_place.waiting() else 0))
+            self.unconfirmed = None
             if stop == in_place.REGROUP:
                 raise in_place.Regroup
             if stop:

@@ -8,8 +8,8 @@ As in the code of github.com/TIGER-AI-Lab/EditReward:
 2. Both images are resized to about 448 x 448 pixels (256 tokens of 28 x 28), keeping the aspect ratio as Qwen2-VL does.
 3. Each head has HPSv3's architecture, and returns a mean and a spread; the score is the unbounded mean of both means.
 
-The instructions, edit_reward_*.txt, are data of that code (EditReward/dataset/prompts.py; MIT licence, copyright 2025
-TIGER Lab; see NOTICE), verbatim, with the blanks at line ends, since changes would change the scores.
+The instructions, edit_reward_*.txt, are data of that code (EditReward/dataset/prompts.py; see NOTICE), verbatim, with
+the blanks at line ends, since changes would change the scores.
 """
 
 from pathlib import Path

@@ -8,9 +8,8 @@ code of github.com/MizzenAI/HPSv3:
 2. Images are resized to about 448 x 448 pixels (256 tokens of 28 x 28), keeping the aspect ratio as Qwen2-VL does.
 3. The head is Linear, ReLU, Dropout, Linear, ReLU, Linear on the last hidden state of the reward token, in float32.
 
-The instruction, hps_v3.txt, is data of github.com/MizzenAI/HPSv3 (hpsv3/dataset/data_collator_qwen.py; MIT licence,
-copyright 2024 HPSv3 Team; see NOTICE), verbatim, with its blanks at line ends and its mistakes, since changes would
-change the scores.
+The instruction, hps_v3.txt, is data of github.com/MizzenAI/HPSv3 (hpsv3/dataset/data_collator_qwen.py; see NOTICE),
+verbatim, with its blanks at line ends and its mistakes, since changes would change the scores.
 """
 
 from pathlib import Path

@@ -9,9 +9,8 @@ code of github.com/KwaiVGI/VideoAlign and the `model_config.json` beside its wei
    as its last tokens.
 3. Each grade is normalised by a mean and a spread from the configuration; the score is the sum of the three.
 
-The instruction, video_align.txt, is data of that code (prompt_template.py; MIT licence, copyright 2025 Kling Team,
-Kuaishou Technology; see NOTICE), verbatim, with its blanks at line ends and its mistakes, since changes would change
-the scores.
+The instruction, video_align.txt, is data of that code (prompt_template.py; see NOTICE), verbatim, with its blanks
+at line ends and its mistakes, since changes would change the scores.
 """
 
 import json
