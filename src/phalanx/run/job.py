@@ -85,9 +85,8 @@ class Job:
             state.undoes = (several or in_place.generation is not None) and undoes and world.link is None
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
-        self.bad_steps = 0
+        self.bad_steps = self._skipped = 0  # skipped: updates of policies and critic since this start of the job
         self.unconfirmed: dict[str, float] | None = None  # the last row, until all ranks have met after it was written
-        self._skipped = 0  # skipped updates of policies and critic since this start of the job
         try:
             self._open_files()
         except OSError as error:  # for example a disk without free inodes
