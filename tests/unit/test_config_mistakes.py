@@ -137,7 +137,9 @@ MISTAKES = [
     ([".".join(["a"] * 60) + "=1"], f"'{'.'.join(['a'] * 60)}=1': the key is nested more than 50 deep"),
     (["trainer.seed=" + "9" * 6000], f"'trainer.seed={'9' * 186}… (6015 characters): the value is not valid YAML: Exceeds the limit (4300 digits) for "
      "integer string conversion: value has 6000 digits"),
-    (["trainer.logger=[a"], "'trainer.logger=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    (["trainer.logger=[a"], "'trainer.logger=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'; "
+     "within [ ] or { } other texts than words need quotes"),
+    (["reward.functions=[{name:ocr}]"], "unknown key reward.functions[0].name:ocr; YAML needs a blank after the colon: name: ocr"),
     (["data.train_files=[${oc.env:HOME}/a.txt]"], "'data.train_files=[${oc.env:HOME}/a.txt]': the value is not valid YAML: "
      "expected ',' or ']', but got '{'; within [ ] or { } an interpolation needs quotes"),
     (["reward.functions=[{name: ocr}]", "reward.functions[3].weight=1"], "'reward.functions[3].weight=1': list index out of range"),

@@ -66,7 +66,8 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 continue  # a section that is there is switched on
             user.merge_with_dotlist([item])
         except yaml.MarkedYAMLError as error:
-            hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
+            inner = "an interpolation needs" if "${" in value else "other texts than words need"
+            hint = f"; within [ ] or {{ }} {inner} quotes" if "but got" in str(error.problem) else ""
             raise ConfigError(f"{quoted}: the value is not valid YAML: {error.problem}{hint}") from None
         except OmegaConfBaseException as error:
             before = OmegaConf.select(user, key, throw_on_missing=False)

@@ -60,6 +60,8 @@ def _hint(key: str, leaf: str, siblings: list[str], known: list[str]) -> str:
     """The message about an unknown key: a similar sibling, keys of the same name in other sections, the key that TRL
     calls so, or else all siblings.
     """
+    if ":" in leaf and leaf.partition(":")[0] in siblings:
+        return f"YAML needs a blank after the colon: {leaf.replace(':', ': ', 1)}"
     elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
     near = close(leaf, siblings, 0.7 if elsewhere else 0.5)
     if leaf in known:
