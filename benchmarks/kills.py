@@ -15,7 +15,6 @@ count of its threads, by name, files and memory. The last line is JSON.
 import argparse
 import contextlib
 import ctypes
-import importlib
 import json
 import multiprocessing
 import os
@@ -34,9 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.exit import MARKS
 from phalanx.run import rl  # noqa: F401  # what each rank would import
 from phalanx.run.disaggregated import workers  # noqa: F401
+from phalanx.run.rules import load_config
 from tests.faults import task
 from tests.faults.conftest import ADDRESSES, Hosts, no_namespaces
 from tests.faults.jobs import kill, rows, steps
@@ -87,7 +89,7 @@ class Talk:
 class Kind:
     """A kind of job: its tiny model, and its settings with files in a folder."""
 
-    schema: str
+    schema: type[Any]
     make: Callable[[Path], Path]
     settings: Callable[[Path, Path], list[str]]
 
@@ -109,7 +111,7 @@ def _tools(model: Path, folder: Path) -> list[str]:
 def _vision(model: Path, folder: Path) -> list[str]:
     words = _text(model, folder)
     shown_prompts(folder, "prompts.jsonl")
-    return [*words, "data.max_prompt_length=100", f"data.val_files=[{folder}/prompts.jsonl]", "data.val_size=2"]
+    return [*words, "data.max_prompt_length=100", f"data.val_files=[{folder}/prompts.jsonl]"]
 
 
 def _flow(model: Path, folder: Path) -> list[str]:
@@ -129,10 +131,10 @@ def _talker(folder: Path) -> Path:
 
 
 KINDS = {
-    "text": Kind("lm.LMRLConfig", lm.tiny_lm, _text),
-    "flow": Kind("flow.FlowRLConfig", tiny_sd3, _flow),
-    "tools": Kind("lm.LMRLConfig", _talker, _tools),
-    "vision": Kind("lm.LMRLConfig", lambda folder: tiny_vision(folder, "qwen3_vl"), _vision),
+    "text": Kind(LMRLConfig, lm.tiny_lm, _text),
+    "flow": Kind(FlowRLConfig, tiny_sd3, _flow),
+    "tools": Kind(LMRLConfig, _talker, _tools),
+    "vision": Kind(LMRLConfig, lambda folder: tiny_vision(folder, "qwen3_vl"), _vision),
 }
 
 
@@ -202,7 +204,7 @@ def _serve(net: Net, port: int, ready: Any) -> None:
         time.sleep(1)
 
 
-def _rank(net: Net, folder: Path, env: dict[str, str], schema: str, words: list[str]) -> None:
+def _rank(net: Net, folder: Path, env: dict[str, str], config: Any) -> None:
     """A rank of a job: what a task's file does."""
     end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -216,13 +218,10 @@ def _rank(net: Net, folder: Path, env: dict[str, str], schema: str, words: list[
     torch.set_num_threads(1)
     from phalanx.exit import begin
     from phalanx.run.cli import run, start_process
-    from phalanx.run.rules import load_config
 
     start_process()
     begin()
-    module, name = schema.split(".")
-    found = importlib.import_module(f"phalanx.config.{module}")
-    run(task.build, load_config(vars(found)[name], None, words))
+    run(task.build, config)
 
 
 class Campaign:
@@ -232,7 +231,7 @@ class Campaign:
         folder.mkdir(parents=True)
         self.kind, self.ranks, self.folder, self.net, self.pause_s = kind, ranks, folder, net, pause_s
         words = [*KINDS[kind].settings(model, folder), *WORDS, f"parallel.fsdp_size={ranks}"]
-        self.words = [*words, f"trainer.total_training_steps={total}"]
+        self.config = load_config(KINDS[kind].schema, None, [*words, f"trainer.total_training_steps={total}"])
         self.context, self.port = multiprocessing.get_context("fork"), free_port()
         self.nodes = [Node(number, ranks, self._start) for number in range(2)]
 
@@ -244,8 +243,7 @@ class Campaign:
         env |= {"TORCHELASTIC_RESTART_COUNT": str(node.restarts), "TORCHELASTIC_MAX_RESTARTS": "1000"}
         env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "IN_PLACE": "1", "NNODES": "2", "PHASE_S": str(self.pause_s)}
         env |= {MARKS: str(marks), "OMP_NUM_THREADS": "1"}
-        words = self.net, self.folder, env, KINDS[self.kind].schema, self.words
-        process = self.context.Process(target=_rank, args=words)
+        process = self.context.Process(target=_rank, args=(self.net, self.folder, env, self.config))
         process.start()
         return process
 
