@@ -38,7 +38,7 @@ def test_garbage_is_left_alone_only_while_libraries_are_loaded(world: bool) -> N
 
 
 WORLDS = """
-import gc, weakref
+import gc, os, weakref
 import torch.distributed as dist
 from phalanx.config.run import ParallelConfig
 from phalanx.run.world import start_world, stop_world
@@ -49,11 +49,17 @@ for _ in range(2):
     groups.append(weakref.ref(dist.group.WORLD))
     stop_world()
     gc.collect()
-print(*(group() is not None for group in groups))
+print(*(group() is not None for group in groups), flush=True)
+if os.fork() == 0:
+    start_world(ParallelConfig())
+    stop_world()
+    print("forked", flush=True)
+    os._exit(0)
+os.wait()
 """
 
 
 def test_process_groups_are_freed_when_the_next_world_is_left() -> None:
     """And never by a daemon thread that still refers to the job while the interpreter ends, which would abort it."""
-    done = subprocess.run([sys.executable, "-c", WORLDS], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    done = subprocess.run([sys.executable, "-c", WORLDS], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "True", "forked"]

@@ -228,12 +228,13 @@ def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link
 
 
 _left: list[dist.ProcessGroup] = []  # of the world that this process has left last
+os.register_at_fork(before=_left.clear)  # a copy of this process has no threads of gloo, whose end it would wait for
 
 
 def stop_world() -> None:
     """Leave the world, but not in one of several jobs. The watch is closed first, so that peers that leave do not count
-    as failed. The process groups are kept until the next world is left, or the interpreter ends: a daemon thread of the
-    job that freed them while it ends would abort the process.
+    as failed. The process groups are kept until the next world is left, a fork, or the interpreter's end: a daemon
+    thread of the job that freed them while it ends would abort the process.
     """
     if here() is not None:
         return
