@@ -44,6 +44,7 @@ UNSEEN_S = 60.0  # for the ranks of a generation that was lost before they could
 ARRIVAL_S = 10.0  # for the ranks that were chosen to read that
 LOADING_S = 60.0  # for new ranks to import the libraries
 CONNECTING_S = 20.0  # for ranks that have met to connect to each other
+EAGER = 64  # ranks that connect to each other when a group is made
 CONNECT_S = 60.0  # to the job's store, which node 0 may have taken along
 LOOK_S = 0.05
 REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
@@ -251,12 +252,13 @@ def drop_groups() -> None:
 def connecting() -> Iterator[timedelta]:
     """A block in which ranks make their groups, with limits no longer than the one that it gets.
 
-    gloo makes connections at their first use, so that 1,024 ranks need not 2,000 sockets each. But nothing can wake up
-    a rank that waits for its first connection to a lost one. So here all are made in this block, in which a lost rank
-    costs the others at most CONNECTING_S.
+    gloo can make connections at their first use, so that 1,024 ranks need not 2,000 sockets each. But nothing can wake
+    up a rank that waits for its first connection to a lost one, and a late one may reach another process that has the
+    port by then. So a few ranks, and those that are to survive a loss, make all of them in this block, in which a lost
+    rank costs survivors at most CONNECTING_S.
     """
     if generation is None:
-        if sys.platform.startswith("linux"):  # on macOS gloo ends the job with it
+        if sys.platform.startswith("linux") and Launch.from_env().world_size > EAGER:  # macOS cannot do so
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         yield timedelta.max
         return
