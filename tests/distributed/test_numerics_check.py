@@ -48,8 +48,13 @@ def config(folder: Path, keys: list[str], variants: dict[str, list[str]]) -> Che
     return CheckNumericsConfig(keys=keys, variants=variants, output_dir=str(folder / "numerics"))
 
 
-def check(cfg: CheckNumericsConfig) -> dict[str, Any]:
+def check(cfg: CheckNumericsConfig) -> None:
     NumericsCheck(cfg).run()
+
+
+def checked(ranks: int, cfg: CheckNumericsConfig) -> dict[str, Any]:
+    """What the first rank of several writes."""
+    run_ranks(check, ranks, cfg)
     found: dict[str, Any] = json.loads((Path(cfg.output_dir) / "numerics.json").read_text())
     return found
 
@@ -68,8 +73,7 @@ def test_a_flow_model_is_exact_on_one_and_two_ranks(sd3_folder: Path, tmp_path: 
     tiny_config(sd3_folder, tmp_path)  # writes the prompts
     keys = base_overrides(sd3_folder, tmp_path)
     one, two = (
-        run_ranks(check, ranks, config(tmp_path / str(ranks), keys, {"bf16": ["model.dtype=bfloat16"]}))[0]
-        for ranks in (1, 2)
+        checked(ranks, config(tmp_path / str(ranks), keys, {"bf16": ["model.dtype=bfloat16"]})) for ranks in (1, 2)
     )
     one, two = without_times(one), without_times(two)
     for name in (BASE, "bf16"):
@@ -89,7 +93,7 @@ def test_rounded_weights_of_a_sampler_are_found_and_mended(sd3_folder: Path, tmp
     tiny_config(sd3_folder, tmp_path)  # writes the prompts
     engine = f"rollout.engine='{__file__}:Rounded'"
     keys = [*base_overrides(sd3_folder, tmp_path), engine, "rollout.correction=none"]
-    (result,) = run_ranks(check, 1, config(tmp_path, keys, {"rescored": ["rollout.correction=rescore"]}))
+    result = checked(1, config(tmp_path, keys, {"rescored": ["rollout.correction=rescore"]}))
     off, mended = result["jobs"][BASE], result["jobs"]["rescored"]
     assert off["sampler"] == off["old"] == mended["sampler"]
     assert 1e-4 < off["sampler"]["largest"] < 0.1 and off["sampler"]["actions_clipped"] > 0
@@ -102,7 +106,7 @@ def test_decoding_with_a_cache_differs_from_scoring_by_rounding(lm_folder: Path,
     """The loss takes log-probabilities that are scored, with packed samples too."""
     keys = lm_overrides(lm_folder, tmp_path)
     variants = {"bf16": ["model.dtype=bfloat16"], "packed": ["model.use_remove_padding=true"]}
-    (result,) = run_ranks(check, 1, config(tmp_path, keys, variants))
+    result = checked(1, config(tmp_path, keys, variants))
     jobs = result["jobs"]
     for row in jobs.values():
         assert row["old"]["largest"] == 0 and row["unit"] == "token"
@@ -118,7 +122,7 @@ def test_a_joint_run_is_checked_part_by_part(part: str, tmp_path: Path) -> None:
     keys += ["writer.actor.ppo_micro_batch_size_per_gpu=4", "painter.actor.ppo_mini_batch_size=4"]
     keys += ["painter.actor.ppo_micro_batch_size_per_gpu=8"]
     cfg = CheckNumericsConfig(config=JOINT, part=part, keys=keys, output_dir=str(tmp_path / "numerics"))
-    (result,) = run_ranks(check, 1, cfg)
+    result = checked(1, cfg)
     row = result["jobs"][BASE]
     assert row["unit"] == {"writer": "token", "painter": "denoising step"}[part]
     assert result["verdict"].startswith({"writer": "Sound: ", "painter": "Exact: "}[part])
@@ -167,7 +171,7 @@ def test_the_first_update_of_a_supervised_job(task: str, tmp_path: Path) -> None
     """Nothing is drawn: loss and gradient are compared. Those of another dtype are off by rounding, and of shards by less."""
     keys = supervised_keys(task, tmp_path / "data")
     cfg = CheckNumericsConfig(task=task, keys=keys, standard=True, output_dir=str(tmp_path / "numerics"))
-    result = run_ranks(check, 2, cfg)[0]
+    result = checked(2, cfg)
     jobs = result["jobs"]
     base, other = jobs[BASE], jobs["bfloat16"]["beside"]
     assert base["loss"] > 0 < base["grad_norm"] and "beside" not in base
@@ -198,7 +202,7 @@ def test_standard_variants_that_a_job_refuses_are_named(lm_folder: Path, tmp_pat
     """The others are compared. Two ranks of one copy also run with the weights sharded."""
     keys = [*lm_overrides(lm_folder, tmp_path), "parallel.fsdp_size=1", "model.use_prefix_grouper=true"]
     cfg = CheckNumericsConfig(keys=keys, standard=True, output_dir=str(tmp_path / "numerics"))
-    result = run_ranks(check, 2, cfg)[0]
+    result = checked(2, cfg)
     assert {BASE, "bfloat16", "packed", "sharded"} <= result["jobs"].keys()
     assert result["jobs"]["sharded"]["beside"]["replay_off"] < 1e-4
     assert result["refused"].keys() == {"padded", "attention by eager"}

@@ -52,7 +52,7 @@ def test_rank_0_plans_a_checkpoint_once_however_many_ranks_there_are(tmp_path: P
 
 def _joined(port: int) -> int:
     before = sockets()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_GLOO_LAZY_INIT="1")  # as many ranks do
     world = start_world(ParallelConfig(fsdp_size=8))
     for group in (dist.group.WORLD, world.checkpoint_group):
         dist.barrier(group)

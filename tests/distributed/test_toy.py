@@ -121,7 +121,12 @@ def test_a_registered_kind_is_evaluated_exported_and_planned(tmp_path: Path) -> 
     plan = plan_job(cfg, {"nnodes": "2", "nproc": "2"})
     assert "4 prompts x 4 words = 16 words" in plan and "2 words of 7 letters" in plan
     Export(ExportConfig(checkpoint=out, output_dir=str(tmp_path / "export"))).run()
-    assert {file.name for file in (tmp_path / "export").iterdir()} == {"README.md", FILE, "model.safetensors"}
+    assert {file.name for file in (tmp_path / "export").iterdir()} == {
+        "README.md",
+        "curves.png",
+        FILE,
+        "model.safetensors",
+    }
     scores = tmp_path / "scores"
     trust = {"trust_run": True, "checkpoint": out}
     run_ranks(evaluated, 2, EvaluateConfig(**trust, baseline=str(tmp_path), output_dir=str(scores)))

@@ -134,7 +134,7 @@ def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
         return
     second = "pytorch_lora_weights_2.safetensors"
     files = sorted(file.name for file in (tmp_path / "export").iterdir())
-    assert files == ["README.md", "pytorch_lora_weights.safetensors", second]
+    assert files == ["README.md", "curves.png", "pytorch_lora_weights.safetensors", second]
     pipeline.load_lora_weights(tmp_path / "export")
     pipeline.load_lora_weights(tmp_path / "export", weight_name=second, load_into_transformer_2=True)
     torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)

@@ -160,7 +160,11 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     assert distance(run.images["model"], run.images["ema"]) > 0.01
     # `auto` is the moving average in this run
     folder = export(tmp_path / "export", run.folder, *([] if weights == "ema" else ["weights=model"]))
-    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "pytorch_lora_weights.safetensors"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "README.md",
+        "curves.png",
+        "pytorch_lora_weights.safetensors",
+    ]
     pipeline = load_pipeline(run.base)
     assert distance(stock_images(pipeline), run.images["start"]) < 1e-4
     pipeline.load_lora_weights(folder)
@@ -214,7 +218,7 @@ def test_whole_folder(name: str, trained: Runs, tmp_path: Path) -> None:
     changed = {
         file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and not same(file, folder, run.base)
     }
-    assert {path.parts[0] for path in changed} == {"README.md", "transformer"}
+    assert {path.parts[0] for path in changed} == {"README.md", "curves.png", "transformer"}
 
 
 def same(file: Path, folder: Path, other: Path) -> bool:

@@ -215,7 +215,7 @@ def test_a_text_part_that_is_no_causal_model_is_named() -> None:
     with pytest.raises(ValueError) as error:
         check_text(settings, text_part(settings))
     assert str(error.value) == (
-        "the text part of a DiffusionGemmaForBlockDiffusion, a diffusion_gemma_text, has no causal language model"
+        "the text part of a DiffusionGemmaForBlockDiffusion, a diffusion_gemma_text, has no causal language model in transformers"
     )
     gemma = transformers.Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])
     check_text(gemma, text_part(gemma))
