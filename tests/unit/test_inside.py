@@ -171,7 +171,7 @@ ALLOWED = {
     "telemetry/records.py: side_by_side(pictures(standing(record.frames))).save": "in a folder that was just made",
     "telemetry/records.py: grid(rows).save": "in a folder that was just made",
     "tools/board/report.py: webbrowser.open": "the finished page",
-    "tools/board/report.py: (files('phalanx.tools.board') / 'page' / name).read_text": "a file of the package",
+    "tools/board/markup.py: (files('phalanx.tools.board') / 'page' / name).read_text": "a file of the package",
     "tools/board/runs.py: os.open": "/dev/null",
     "tools/board/samples.py: Image.open": "a file that open_inside has opened",
     "tools/board/samples.py: scaled.save": "to memory",
