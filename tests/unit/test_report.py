@@ -133,7 +133,7 @@ def test_conversations_are_shown_message_by_message(tmp_path: Path) -> None:
             log.log(step, row)
     page = Page(write_report(tmp_path))
     talked = (
-        'user 2 * 3? assistant calc({"expression": "2 * 1"}) tool calc 2 assistant so </pre><script>alert(1)</script> '
+        'assistant calc({"expression": "2 * 1"}) tool calc 2 assistant so </pre><script>alert(1)</script> '
         "2 turns; 1 call; 0.25 s in the environment; rewards 0, 0.5; ended: done Step 0 0.500"
     )
     assert f"2 * 3? {talked}" in page.words()  # the user's message is the prompt, which is not repeated

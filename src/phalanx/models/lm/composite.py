@@ -24,7 +24,9 @@ def check_text(settings: Any, text: Any) -> None:
     """Raise ValueError for a text part of which transformers has no causal language model."""
     if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = settings.architectures[0] if settings.architectures else type(settings).__name__
-        raise ValueError(f"the text part of a {kind}, a {text.model_type}, has no causal language model in transformers")
+        raise ValueError(
+            f"the text part of a {kind}, a {text.model_type}, has no causal language model in transformers"
+        )
 
 
 def name_in_whole(name: str, places: dict[str, str]) -> str:

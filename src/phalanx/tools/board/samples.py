@@ -250,9 +250,9 @@ def sample_text(sample: Sample) -> str:
     html = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{_escape_text(response)}</pre>"
     if sample.talk is not None:
         html, left = '<div class="talk">', MOST_TEXT
-        talk = (
-            sample.talk[1:] if sample.talk[:1] == [("user", sample.key[1])] else sample.talk
-        )  # the card has the prompt
+        talk = sample.talk
+        if talk[:1] == [("user", sample.key[1])]:  # the card has the prompt
+            talk = talk[1:]
         for number, (role, text) in enumerate(talk):
             if left <= 0:
                 html += f"<p class=n>{counted(len(talk) - number, 'more message')}</p>"
