@@ -181,7 +181,7 @@ swift rlhf \
     --reward_funcs gsm8k_accuracy gsm8k_format \
     --enable_thinking false \
     --use_vllm true \
-    --vllm_gpu_memory_utilization 0.4 \
+    --vllm_gpu_memory_utilization 0.4 --sleep_level 0 \
     --train_type full \
     --torch_dtype bfloat16 \
     --dataset train.jsonl \
@@ -394,7 +394,8 @@ def test_a_script_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "# warmup_ratio=0.1  # here it is optim.lr_warmup_steps, a number of updates\n" in text
     assert "# nonsense=3  # no equal here\n" in text
     assert (
-        "# reward_funcs=short  # the value of short is not in the file; here it is reward.functions, a list\n" in text
+        "# reward_funcs=short  # short has no plain value in the file; here it is reward.functions, a list of names, or "
+        "of {path: file.py:function}\n" in text
     )
     assert not (tmp_path / "executed").exists()
 
@@ -430,7 +431,7 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
     assert (config.data.train_batch_size_per_gpu, config.data.max_response_length) == (2, 8192)
     assert config.data.system_prompt == "You solve problems. # 1 is the first,\n'2' the second."
     assert (config.optim.lr, config.optim.betas) == (1e-5, [0.9, 0.95])  # ms-swift's defaults, the first without a LoRA
-    assert config.trainer.logger == ["tensorboard", "swanlab"]
+    assert (config.trainer.logger, config.rollout.sleep) == (["tensorboard", "swanlab"], False)
     assert config.rollout.micro_batch_size_per_gpu is None
     assert "# --reward_funcs gsm8k_accuracy gsm8k_format  # no reward here is its gsm8k_accuracy;" in text
     config, _ = converted(tmp_path, "sft.sh", "swift sft --model base --dataset team/chats --lora_rank 16 \\")

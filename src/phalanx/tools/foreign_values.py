@@ -75,7 +75,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
             return dtype
         case ast.Name() | ast.Attribute():
-            raise Unknown(f"the value of {ast.unparse(node)} is not in the file")
+            raise Unknown(f"{ast.unparse(node)} has no plain value in the file")
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -evaluate(operand, names)
         case ast.IfExp(test=test, body=body, orelse=other):
