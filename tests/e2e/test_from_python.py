@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.config.tasks import ExportConfig
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.tools.from_python import _evaluation_folder
 from phalanx.tools.reproduce.differences import compare_runs
 from phalanx.tools.reproduce.rerun import prepare_rerun
@@ -119,6 +122,16 @@ def test_the_run_can_be_repeated_from_its_folder(twice: tuple[Path, list[dict[st
     assert compare_runs(folder / "one", folder / "again").equal
     with pytest.raises(ValueError, match=r"would run code or read the environment: reward.functions\[0\].path="):
         prepare_rerun(folder / "one", folder / "again", [])
+
+
+def test_its_model_card_names_no_command_that_lacks_the_model(
+    twice: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    keys = [f"checkpoint={twice[0] / 'one'}", f"output_dir={tmp_path / 'mine'}", "trust_run=true"]
+    Export(load_config(ExportConfig, None, keys)).run()
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert "## Command\n\nA call of `phalanx.train` in Python, with" in text and "sh train.sh" not in text
+    assert "for 2 steps." in text and " on 1 rank |" in text
 
 
 def test_two_ranks(twice: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
