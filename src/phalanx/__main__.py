@@ -90,6 +90,11 @@ class _Parser(ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, unless a task replaces this process."""
     parser = _command_parser()
+    first = next(iter(sys.argv[1:] if argv is None else argv), "-")
+    if not first.startswith("-") and first not in COMMANDS:
+        near = difflib.get_close_matches(first, COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "phalanx --help lists them"
+        parser.error(f"no command {first!r}; {hint}")
     given, words = parser.parse_known_args(argv)
     wants_help = not {"-h", "--help"}.isdisjoint(words)
     if given.version:

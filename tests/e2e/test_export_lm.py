@@ -187,7 +187,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "neither model.path nor checkpoint is set; give one of them"),
-        (["model.path=MODEL"], "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[Why is"),
+        (["model.path=MODEL"], "neither prompts nor prompt_file is set; give one of them, e.g. prompts='Why is"),
         (["model.path=MODEL", "prompts=[a]", "prompt_file=b.txt"], "prompts and prompt_file are both set; give one"),
         (["model.path=MODEL", "prompts=[a]", "max_response_length=4096"], "max_response_length: 4096 tokens after a"),
         (["model.path=MODEL", "prompts=[LONG]"], "prompt 0 has "),

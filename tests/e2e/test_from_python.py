@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.config.tasks import ExportConfig
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.tools.from_python import _evaluation_folder
 from phalanx.tools.reproduce.differences import compare_runs
 from phalanx.tools.reproduce.rerun import prepare_rerun
@@ -89,7 +92,11 @@ assert not any(thread.is_alive() for thread in threads), threads
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("twice")
-    return folder, run_program(folder, TWICE)
+    done = run_task([program(folder, TWICE)])
+    assert done.returncode == 0, done.stderr
+    kept = f"checkpoint {folder}/one/checkpoints/step_000002 was there before: it is kept as old_step_000002"
+    assert kept in done.stderr.splitlines()  # and no warning
+    return folder, told(done.stdout)
 
 
 def test_one_process_trains_several_times(twice: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -117,6 +124,16 @@ def test_the_run_can_be_repeated_from_its_folder(twice: tuple[Path, list[dict[st
         prepare_rerun(folder / "one", folder / "again", [])
 
 
+def test_its_model_card_names_no_command_that_lacks_the_model(
+    twice: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    keys = [f"checkpoint={twice[0] / 'one'}", f"output_dir={tmp_path / 'mine'}", "trust_run=true"]
+    Export(load_config(ExportConfig, None, keys)).run()
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert "## Command\n\nA call of `phalanx.train` in Python, with" in text and "sh train.sh" not in text
+    assert "for 2 steps." in text and " on 1 rank |" in text
+
+
 def test_two_ranks(twice: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """Each rank runs the program; the samples are those of one rank."""
     alone = twice[1][0]
@@ -138,11 +155,12 @@ def test_the_command_line_trains_alike(tmp_path: Path) -> None:
 
 SUPERVISED = """
 answered = [{"prompt": row["prompt"], "completion": "#### " + row["answer"]} for row in ROWS]
-chats = []
+chats, shared = [], []
 for row in answered:
     chats.append({"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]})
+    shared.append({"conversations": [{"from": "human", "value": row["prompt"]}, {"from": "gpt", "value": row["completion"]}]})
 keys = {key: value for key, value in TEXTS.items() if key != "rollout.n"}
-for name, data in (("rows", answered), ("chats", chats)):
+for name, data in (("rows", answered), ("chats", chats), ("shared", shared)):
     run = phalanx.sft("assets/words/base", data, config=keys, trainer=of(name))
     tell(losses=[row["actor/nll"] for row in run.metrics])
 scoring = {"reward": [steps, {"name": "gsm8k", "weight": 0.5}], "n": 2, "rollout.val.temperature": 1.0}
@@ -162,8 +180,8 @@ tell(scores=list(mine.samples[0]["scores"]))
 
 def test_supervised_fine_tuning_and_an_evaluation(tmp_path: Path) -> None:
     """Rows with `prompt` and `completion` train as the chats of the same texts; the evaluation is of what was trained."""
-    of_rows, of_chats, first, again, foreign, mine = run_program(tmp_path, SUPERVISED)
-    assert of_rows == of_chats
+    of_rows, of_chats, of_shared, first, again, foreign, mine = run_program(tmp_path, SUPERVISED)
+    assert of_rows == of_chats == of_shared
     assert of_rows["losses"][1] < of_rows["losses"][0]
     assert (first["folder"], first["sets"]) == (str(tmp_path / "scored"), ["val"])
     assert len(first["samples"]) == 4

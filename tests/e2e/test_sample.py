@@ -141,7 +141,7 @@ def refused(*overrides: str) -> str:
 
 def test_what_is_sampled(sd3_folder: Path, tmp_path: Path) -> None:
     model, words = f"model.path={sd3_folder}", prompts(["a"])
-    assert refused(model) == "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'"
+    assert refused(model) == "neither prompts nor prompt_file is set; give one of them, e.g. prompts='a red apple'"
     assert refused(model, words, "prompt_file=x.txt") == "prompts and prompt_file are both set; give one of them"
     assert refused(words) == "neither model.path nor checkpoint is set; give one of them"
     assert refused(model, words, "weights=ema") == (

@@ -10,7 +10,7 @@ from phalanx.config.aliases import foreign_keys
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.lm_supervised import DPOConfig
+from phalanx.config.lm_supervised import DPOConfig, SFTConfig
 from phalanx.config.load import help_text
 from phalanx.config.messages import UnknownKeys
 from phalanx.config.tasks import GenerateConfig, SampleConfig
@@ -161,7 +161,7 @@ def test_all_unknown_keys_are_answered_at_once(tmp_path: Path) -> None:
 
 TRAINERS = {
     "trl": LMRLConfig, "rlinf": LMRLConfig, "openrlhf": LMRLConfig, "ms_swift": LMRLConfig, "flow_grpo": FlowRLConfig,
-    "dfactory": BlockDiffusionTaskConfig, "trl_supervised": DPOConfig,
+    "dfactory": BlockDiffusionTaskConfig, "trl_supervised": DPOConfig, "verl_sft": SFTConfig,
 }  # fmt: skip
 
 

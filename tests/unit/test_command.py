@@ -92,6 +92,8 @@ def test_every_task_has_a_command() -> None:
             "train flowgpo",
             "expected a task, one of block_diffusion, dpo, flow_matching, flowgrpo, grpo, joint, sft, got flowgpo",
         ),
+        ("evaluat checkpoint=x", "no command 'evaluat'; did you mean evaluate?"),
+        ("fly", "no command 'fly'; phalanx --help lists them"),
         ("train", "expected a task, one of block_diffusion, dpo, flow_matching, flowgrpo, grpo, joint, sft, got none"),
     ],
 )

@@ -15,7 +15,7 @@ from phalanx.config.load import help_text, rows
 from phalanx.config.registry import resolve_registry
 from phalanx.config.run import RunConfig
 from phalanx.config.sources import changed
-from phalanx.config.tasks import SampleConfig, read_run
+from phalanx.config.tasks import GenerateConfig, SampleConfig, read_run
 from phalanx.config.trained_model import ModelConfig
 from phalanx.run.cli import parse
 from phalanx.run.rules import load_config
@@ -91,6 +91,12 @@ def test_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (cfg.trainer.experiment_name, cfg.reward.functions[0].kwargs) == ("cfg4.0", {"size": 64})
     assert train("trainer.seed=???", "optim=???").trainer.seed == 0
+
+
+def test_one_prompt_needs_no_list() -> None:
+    for schema in (SampleConfig, GenerateConfig):
+        cfg = load_config(schema, None, ["model.path=x", "prompts=What is 1+1, and why?"])
+        assert cfg.prompts == ["What is 1+1, and why?"]
 
 
 def test_a_file_need_not_hold_anything(yaml_file: Path) -> None:

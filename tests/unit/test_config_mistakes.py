@@ -139,6 +139,9 @@ MISTAKES = [
      "integer string conversion: value has 6000 digits"),
     (["trainer.logger=[a"], "'trainer.logger=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'; "
      "within [ ] or { } other texts than words need quotes"),
+    (["data.train_files=[what?]"], "'data.train_files=[what?]': the value is not valid YAML: expected ',' or ']', but got '?'; "
+     "within [ ] or { } other texts than words need quotes, as in data.train_files=[\"what?\"]"),
+    (["trainer.logger=a, b"], "trainer.logger: expected a list of strings, got 'a, b'; write [\"a, b\"]"),
     (["reward.functions=[{name:ocr}]"], "unknown key reward.functions[0].name:ocr; YAML needs a blank after the colon: name: ocr"),
     (["data.train_files=[${oc.env:HOME}/a.txt]"], "'data.train_files=[${oc.env:HOME}/a.txt]': the value is not valid YAML: "
      "expected ',' or ']', but got '{'; within [ ] or { } an interpolation needs quotes"),

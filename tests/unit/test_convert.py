@@ -67,6 +67,7 @@ actor_rollout_ref:
   actor: {ppo_mini_batch_size: 64, clip_ratio_high: 0.28}
   rollout: {n: 8, response_length: "${data.max_response_length}"}
 algorithm: {adv_estimator: gae, use_kl_in_reward: false}
+reward: {custom_reward_function: {path: score.py}}
 critic: {optim: {lr: 1e-5}}
 """
 VERL_OMNI = r"""
@@ -120,6 +121,7 @@ data: {max_prompt_length: 1024, rollout_batch_size: 512, train_data_paths: [/dat
 actor:
   model: {model_path: /models/R1}
   optim: {lr: 2e-05, adam_beta1: 0.9, adam_beta2: 0.95, clip_grad: 0.8}
+  lr_sched: {lr_warmup_fraction: null, lr_warmup_iters: 10, lr_decay_style: cosine}
 reward: {reward_type: math, reward_scale: 5.0}
 """
 TRL = """
@@ -179,7 +181,7 @@ swift rlhf \
     --reward_funcs gsm8k_accuracy gsm8k_format \
     --enable_thinking false \
     --use_vllm true \
-    --vllm_gpu_memory_utilization 0.4 \
+    --vllm_gpu_memory_utilization 0.4 --sleep_level 0 \
     --train_type full \
     --torch_dtype bfloat16 \
     --dataset train.jsonl \
@@ -309,7 +311,7 @@ def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         in lines
     )
     assert (
-        "# actor_rollout_ref.actor.fsdp_config.param_offload=$offload  # the value of $offload is not in the file; "
+        "# actor_rollout_ref.actor.fsdp_config.param_offload=$offload  # the value of $offload is decided when the script runs; "
         "here it is parallel.param_offload" in lines
     )
     refusal = "# trainer.balance_batch: sometimes  # trainer.balance_batch: expected true or false, got 'sometimes'"
@@ -317,11 +319,32 @@ def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_supervised_script_of_verl(tmp_path: Path) -> None:
+    script = """torchrun --nnodes=1 --nproc-per-node=4 -m verl.trainer.sft_trainer data.train_files=$HOME/train.parquet \\
+        data.messages_key=chat data.max_length=2048 data.micro_batch_size_per_gpu=8 optim.lr=1e-4 engine=fsdp \\
+        engine.ulysses_sequence_parallel_size=2 model.path=base model.lora_rank=32 trainer.resume_mode=disable"""
+    config, text = converted(tmp_path, "sft.sh", script)
+    assert text.startswith("# NNODES=1 NPROC_PER_NODE=4 phalanx train sft config.yaml\n")
+    assert (config.model.path, config.model.lora_rank, config.optim.lr) == ("base", 32, 1e-4)
+    assert (config.data.prompt_key, config.parallel.ulysses_sequence_parallel_size) == ("chat", 2)
+    assert (config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_mini_batch_size) == (8, 256)  # verl's default
+    assert (config.trainer.total_epochs, config.trainer.resume) == (4, "never")
+    assert "# data.max_length=2048  # here it is data.max_prompt_length and data.max_response_length\n" in text
+    assert "no equal here" not in text
+
+
+def test_a_quoted_text_may_have_lines_that_look_like_comments(tmp_path: Path) -> None:
+    prompt = "Let's solve it. End with:\n#### 42"
+    script = f'# don\'t\nPROMPT="{prompt}"\nswift sft --model base \\\n  # --model other \\\n  --system "$PROMPT" # 1'
+    config, _ = converted(tmp_path, "sft.sh", script)
+    assert (config.model.path, config.data.system_prompt) == ("base", prompt)
+
+
 def test_a_configuration_of_verl(tmp_path: Path) -> None:
     config, text = converted(tmp_path, "ppo.yaml", VERL_YAML)
     assert (config.algorithm.name, config.critic.optim.lr, config.model.lora_rank) == ("ppo", 1e-5, 32)
     assert (config.algorithm.clip_ratio_high, config.rollout.n, config.trainer.total_epochs) == (0.28, 8, 30)
-    assert "# To set before: reward.functions.\n" in text
+    assert config.reward.functions[0].path == "score.py:compute_score"
     assert "response_length: ${data.max_response_length}  # its value is computed elsewhere" in text
 
 
@@ -347,6 +370,7 @@ def test_a_configuration_of_rlinf(tmp_path: Path) -> None:
     assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n) == (512, 128, 8)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 17408)
     assert (config.optim.lr, config.optim.betas, config.optim.grad_clip) == (2e-5, [0.9, 0.95], 0.8)
+    assert (config.optim.lr_scheduler, config.optim.lr_warmup_steps) == ("cosine", 10)
     assert (config.algorithm.kl_loss_type, config.algorithm.clip_ratio_c) == ("k3", None)
     assert (config.rollout.engine, config.rollout.temperature) == ("vllm", 0.9)
     assert [(term.name, term.weight) for term in config.reward.functions] == [("math", 5.0)]
@@ -370,7 +394,8 @@ def test_a_script_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "# warmup_ratio=0.1  # here it is optim.lr_warmup_steps, a number of updates\n" in text
     assert "# nonsense=3  # no equal here\n" in text
     assert (
-        "# reward_funcs=short  # the value of short is not in the file; here it is reward.functions, a list\n" in text
+        "# reward_funcs=short  # short has no plain value in the file; here it is reward.functions, a list of names, or "
+        "of {path: file.py:function}\n" in text
     )
     assert not (tmp_path / "executed").exists()
 
@@ -406,7 +431,7 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
     assert (config.data.train_batch_size_per_gpu, config.data.max_response_length) == (2, 8192)
     assert config.data.system_prompt == "You solve problems. # 1 is the first,\n'2' the second."
     assert (config.optim.lr, config.optim.betas) == (1e-5, [0.9, 0.95])  # ms-swift's defaults, the first without a LoRA
-    assert config.trainer.logger == ["tensorboard", "swanlab"]
+    assert (config.trainer.logger, config.rollout.sleep) == (["tensorboard", "swanlab"], False)
     assert config.rollout.micro_batch_size_per_gpu is None
     assert "# --reward_funcs gsm8k_accuracy gsm8k_format  # no reward here is its gsm8k_accuracy;" in text
     config, _ = converted(tmp_path, "sft.sh", "swift sft --model base --dataset team/chats --lora_rank 16 \\")
@@ -439,7 +464,7 @@ def test_a_configuration_of_flow_factory(tmp_path: Path) -> None:
     assert (config.optim.lr, config.optim.betas, config.actor.ema.update_interval) == (1e-5, [0.9, 0.95], 8)
     assert [(term.name, term.weight) for term in config.reward.functions] == [("pickscore", 0.5)]
     assert (config.trainer.save_freq, config.trainer.test_freq, config.trainer.logger) == (-1, 20, ["console", "wandb"])
-    assert "\n# launcher: accelerate\n" in text
+    assert "\n# launcher: accelerate\n" in text and "\n# scheduler.dynamics_type: ODE\n" in text
 
 
 def test_a_configuration_of_dfactory(tmp_path: Path) -> None:

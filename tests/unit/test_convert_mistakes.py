@@ -64,11 +64,21 @@ def test_an_algorithm_without_an_equal_is_a_comment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("run.txt", "echo hello", "{}: of no known trainer; name one of verl_omni, verl, flow_factory, "),
+        ("run.txt", "echo hello", "{}: of no known trainer; name one of verl_omni, verl_sft, verl, flow_"),
         ("run.sh", "python3 -m verl.trainer a.b=1 c.d=2", "{}: none of its 2 settings is known here"),
         ("run.sh", "swift rlhf --rlhf_type kto --model x", "{}: its method is kto; expected grpo, rloo, "),
         ("run.sh", "verl.trainer data.x='1", "{}: cannot be read: No closing quotation"),
-        ("run.sh", "python3 -m verl.trainer.sft_trainer data.x=1", "{}: verl.trainer.sft_trainer has no equal here; "),
+        (
+            "run.sh",
+            "python -m verl_omni.trainer.main_omni a.b=1",
+            "{}: verl_omni.trainer.main_omni has no equal here; ",
+        ),
+        ("run.yaml", "runner: {task_type: embodied}", "{}: runner.task_type is embodied; expected reasoning"),
+        (
+            "run.py",
+            "from trl import SFTConfig, TrlParser\nparse(SFTConfig)",
+            "{}: none of its 0 settings is known here; if they come from the command line, convert a .sh file with the ",
+        ),
         ("run.yaml", "a: [1", "{}: not valid YAML: "),
         ("run.yaml", "- 1", "{}: the top level must be sections (key: value)"),
         ("run.py", "a = (", "{}: not valid Python: "),
@@ -96,7 +106,7 @@ def test_a_file_that_is_not_there_and_a_trainer_that_is_not_known(tmp_path: Path
     (tmp_path / "run.sh").touch()
     with refused(f"{tmp_path}/rum.sh: no such file; did you mean {tmp_path}/run.sh?", ConfigError):
         convert(str(tmp_path / "rum.sh"))
-    with pytest.raises(ConfigError, match=r"^from=nemo: expected one of verl_omni, verl, "):
+    with pytest.raises(ConfigError, match=r"^from=nemo: expected one of verl_omni, verl_sft, verl, "):
         convert(str(tmp_path / "run.sh"), "nemo")
 
 

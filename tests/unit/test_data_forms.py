@@ -219,6 +219,41 @@ def test_chats_with_tools(tmp_path: Path) -> None:
     assert [row.meta["tools"] for row in load_prompts([other], KEY, quoted=False)] == ["hammer", ["saw"]]
 
 
+def test_chats_of_share_gpt(tmp_path: Path) -> None:
+    """Messages {from, value}, as LLaMA-Factory and TRL read them, also calls of tools and pairs."""
+    call, plain = {"name": "add", "arguments": {"a": 1}}, {"from": "function_call", "value": "add(1)"}
+    talk = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "What is 1+1?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "2"},
+    ]
+    ours = [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    columns = write_parquet(tmp_path / "p.parquet", [{"conversations": talk}])
+    Dataset.from_list([{"conversations": ours[1::3]}]).save_to_disk(tmp_path / "with_roles")
+    several = [talk[1], talk[2] | {"value": json.dumps([call, call])}, plain]
+    lines = write(tmp_path / "p.jsonl", {"conversations": talk}, {"messages": talk}, {"conversations": several})
+    form: dict[str, Any] = {"prompt": "messages", "quoted": False, "answered": True}
+    rows = load_prompts([str(columns), lines], KEY, **form)
+    assert [row.messages for row in rows[:3]] == [ours] * 3
+    written = rows[3].messages or []
+    assert len(written[1]["tool_calls"]) == 2 and written[2] == {"role": "assistant", "content": "add(1)"}
+    pairs = write(tmp_path / "pairs.jsonl", {"prompt": talk[1:2], "chosen": talk[4:], "rejected": "3"})
+    (row,) = load_prompts([pairs], KEY, quoted=False)
+    assert row.messages == [USER] and row.meta["chosen"] == ours[4:] and row.meta["rejected"] == "3"
+    with refused(f"{KEY}: {lines}:1: no 'prompt'; it has conversations"):
+        texts([lines])
+    with_roles = load_prompts([f"{tmp_path}/with_roles"], KEY, **form)  # as on a hub
+    assert with_roles[0].messages == ours[1::3]
+
+
 def test_completions_of_trl() -> None:
     assert answer_of([{"role": "assistant", "content": "2"}], "completion", "x") == "2"
     assert answer_of([{"role": "assistant", "content": [{"type": "text", "text": "2"}]}], "completion", "x") == "2"

@@ -13,6 +13,12 @@ def test_values_are_computed_without_running_anything() -> None:
             formula(text, {"x": "a" * 6000})
     assert expanded("${A:-$B}/${C}", {"B": "b", "C": "c"}) == "b/c"
     assert shell_value(["1e-6", "[a,'b']", "x # y"], {}) == [1e-6, ["a", "b"], "x # y"]
+    assert shell_value(["{a: 1}", "Observation:", "Q: what?", "- a"], {}) == [
+        {"a": 1},
+        "Observation:",
+        "Q: what?",
+        "- a",
+    ]
     for word in ("$A", "${A%x}", "${A}"):
         with pytest.raises(Unknown):
             expanded(word, {"A": None})

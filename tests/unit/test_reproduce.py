@@ -312,16 +312,16 @@ def test_inputs_are_what_values_name(tmp_path: Path) -> None:
     [
         (
             {"reward/mean": 0.5, "perf/step_s": 9.0, "tools/seconds_mean": 2.0, "writer/time/reward": 1},
-            "equal to the last bit (1 steps, 2 metrics)",
+            "equal to the last bit (1 step, 2 metrics)",
         ),
-        ({"reward/mean": 0.5 + 1e-7}, "equal within rounding (1 steps, 2 metrics): first in reward/mean of step 1, "),
+        ({"reward/mean": 0.5 + 1e-7}, "equal within rounding (1 step, 2 metrics): first in reward/mean of step 1, "),
         (
             {"reward/mean": 0.6},
-            "different from step 1 (1 steps, 2 metrics): first in reward/mean of step 1, 0.5 and 0.6",
+            "different from step 1 (1 step, 2 metrics): first in reward/mean of step 1, 0.5 and 0.6",
         ),
         (
             {"reward/mean": None},
-            "different from step 1 (1 steps, 2 metrics): first in reward/mean of step 1, 0.5 and nan",
+            "different from step 1 (1 step, 2 metrics): first in reward/mean of step 1, 0.5 and nan",
         ),
         ({"reward/max": 1.0}, "different: only one run has reward/max in step 1"),
     ],
@@ -344,7 +344,7 @@ def test_what_comes_first_is_reported(tmp_path: Path) -> None:
         lines = [json.dumps({"step": step} | row) for step, row in enumerate(steps)]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert compare_runs(tmp_path / "a", tmp_path / "b").verdict() == (
-        "different from step 1 (3 steps, 1 metrics): first in x of step 1, 1.0 and 2.0, relative difference 5.0e-01"
+        "different from step 1 (3 steps, 1 metric): first in x of step 1, 1.0 and 2.0, relative difference 5.0e-01"
     )
     lines = [json.dumps({"step": 0, "x": 1.0, "y": 1.0}), json.dumps({"step": 1, "x": 2.0})]
     (tmp_path / "b" / "metrics.jsonl").write_text("\n".join(lines) + "\n")

@@ -62,7 +62,7 @@ def _trainers(known: Collection[str]) -> list[str]:
         trainers.append("trl_supervised")
     if "rollout.n" in known:
         trainers.append("trl")
-        trainers += ["openrlhf", "ms_swift"] if "data.max_response_length" in known else []
+        trainers += ["openrlhf", "ms_swift", "verl_sft"] if "data.max_response_length" in known else []
     if "rollout.num_inference_steps" in known:
         trainers += ["flow_grpo", "flow_factory"]
     if "block_diffusion.noise_range_low" in known:

@@ -1,6 +1,8 @@
 """The user's input, a YAML file and `key=value` overrides, and differences between configurations."""
 
 import copy
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -68,6 +70,8 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
         except yaml.MarkedYAMLError as error:
             inner = "an interpolation needs" if "${" in value else "other texts than words need"
             hint = f"; within [ ] or {{ }} {inner} quotes" if "but got" in str(error.problem) else ""
+            plain = re.fullmatch(r"\[([^][{},\"']+)\]", value)
+            hint += f", as in {key}={json.dumps([plain[1]], ensure_ascii=False)}" if plain and hint else ""
             raise ConfigError(f"{quoted}: the value is not valid YAML: {error.problem}{hint}") from None
         except OmegaConfBaseException as error:
             before = OmegaConf.select(user, key, throw_on_missing=False)

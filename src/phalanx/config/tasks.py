@@ -90,7 +90,7 @@ class SampleConfig(Section):
     checkpoint: Optional[str] = arg(None, f"{OF_RUN}; null: the model folder")
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     trust_run: bool = arg(False, TRUST)
-    prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
+    prompts: list[str] = arg([], "a prompt, or a list such as '[a red apple, two cats]'", single="(?s).*")
     prompt_file: Optional[str] = arg(
         None, "file of prompts: .txt, .jsonl, .json, .csv, .parquet, or a Hugging Face dataset folder", path=True
     )
@@ -148,7 +148,9 @@ class GenerateConfig:
     checkpoint: Optional[str] = arg(None, f"{OF_RUN}; null: the model folder")
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     trust_run: bool = arg(False, TRUST)
-    prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote a prompt that contains commas")
+    prompts: list[str] = arg(
+        [], """a prompt, such as 'Why is the sky blue?', or a list, '["Why?", "How, and when?"]'""", single="(?s).*"
+    )
     prompt_file: Optional[str] = arg(
         None, "file of prompts: .txt, .jsonl, .json, .csv, .parquet, or a Hugging Face dataset folder", path=True
     )

@@ -3,6 +3,7 @@
 A message names the key, the expected value and the given one.
 """
 
+import json
 import re
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -154,7 +155,8 @@ def _message(schema: Any, values: Any, error: Any) -> str:
         form = "a section" if bare(hint) is hint else "a section, true or false"
         return f"{key}: expected {form}, got {shown(value)}; its keys: {', '.join(hints_of(bare(hint)))}"
     else:
-        example = f"; write [{value}]" if type(value) is element_of(hint) else ""
+        text = value if re.fullmatch(r"[\w.-]*", str(value)) else json.dumps(value, ensure_ascii=False)
+        example = f"; write [{text}]" if type(value) is element_of(hint) else ""
         return f"{key}: expected {expected(hint)}, got {shown(value)}{example}"
     for part in rest:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"

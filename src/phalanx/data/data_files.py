@@ -34,6 +34,7 @@ FORMATS = (
     "Face dataset (folder:split for one split), a data set of the hub (hf://owner/name:split), or a function of yours "
     "that returns rows (path/to/file.py:function)"
 )
+CONVERSATIONS = "conversations"  # ShareGPT's column of chats, which is read for `messages`
 LONGEST = 2**22  # characters of a prompt: a tokenizer would take minutes for longer ones
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # files that are used if an entry is a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
@@ -387,7 +388,7 @@ def _table_rows(
 
 def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) -> None:
     for name in wanted:
-        if name not in columns:
+        if name not in columns and (name != "messages" or CONVERSATIONS not in columns):
             raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
     if (repeated := _first_duplicate(columns)) is not None:
         raise DataError(f"{place} has the column {repeated!r} twice; rename one of them")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import parse_json
-from phalanx.data.data_files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
+from phalanx.data.data_files import CONVERSATIONS, FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
 from phalanx.data.hub import SCHEME, set_name
 from phalanx.data.shown import COLUMNS, IMAGE_PARTS, take_held, without_nulls
 from phalanx.data.unusable import UnusableRows
@@ -19,6 +19,8 @@ from phalanx.types import Prompt
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # VeRL-Omni's mark of an image, which the model places itself
 MARK = "<image>"  # verl's mark of an image in a text
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}  # of ShareGPT
+_CHATS = ("prompt", "completion", "chosen", "rejected")
 _VIDEO, _VIDEOS = "<video>", ("videos", "video")  # verl's mark of a video, and its columns of videos
 
 
@@ -53,7 +55,8 @@ def load_prompts(
 
     The prompt of a chat (a list of `{role, content}`, where a content is a text or parts `{type: text, text}`, or the
     JSON text of such a list, as in .csv files) is its last user message; language models also keep the whole chat, with
-    its tool calls. All other columns go into `meta`. `meta["ground_truth"]` is the first available of: the column
+    its tool calls, and read ShareGPT's messages {from, value}. All other columns go into `meta`.
+    `meta["ground_truth"]` is the first available of: the column
     `ground_truth`; `reward_model.ground_truth`; and if `quoted`, the first span of the prompt in double quotes
     (straight or typographic), otherwise the column `answer`.
     The images of a language model's prompts, one or a list per row, or none, are `images` (see Prompt) and
@@ -74,6 +77,8 @@ def load_prompts(
             located = read(path, split, place, images, prompt, drop, texts=not quoted, image_key=image_key)
             folder = path if path.is_dir() else path.parent
             for where, columns in located:
+                if not quoted:
+                    columns = _with_roles(columns, column)
                 try:
                     if column in columns:
                         columns[column] = _decode_chat(columns[column])
@@ -324,6 +329,31 @@ def _decode_chat(value: Any) -> Any:
     chat = _decode_json(value, list) if isinstance(value, str) and value.lstrip().startswith("[") else None
     shown = chat and isinstance(chat, list) and all(isinstance(each, dict) and "role" in each for each in chat)
     return chat if shown else value
+
+
+def _with_roles(columns: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """The columns of a row whose chats may have ShareGPT's messages, or the column `conversations` for `messages`."""
+    columns = dict(columns)
+    if prompt == "messages" and prompt not in columns and CONVERSATIONS in columns:
+        columns[prompt] = columns.pop(CONVERSATIONS)
+    for name in {prompt, *_CHATS} & columns.keys():
+        if isinstance(columns[name], list):
+            columns[name] = list(map(_with_role, columns[name]))
+    return columns
+
+
+def _with_role(given: Any) -> Any:
+    """ShareGPT's message {from, value} as {role, content} or {role, tool_calls}; any other value unchanged."""
+    if not isinstance(given, dict) or not {"from", "value"} <= given.keys() or given.get("role") is not None:
+        return given
+    role, value = given["from"], given["value"]
+    message = {"role": _ROLES.get(str(role), role), "content": value}
+    calls = _decode_json(value, list)
+    calls = calls if isinstance(calls, list) else [_decode_json(value, dict)]
+    if role == "function_call" and all(isinstance(call, dict) for call in calls):
+        del message["content"]
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return message
 
 
 def share_of_rank(prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Prompt]:

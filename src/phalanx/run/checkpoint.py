@@ -290,7 +290,7 @@ class Checkpointer:
                 aside = folder.with_name(f"old_{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-                log.warning("checkpoint %s is from another run, or damaged: renamed to %s", folder, aside.name)
+                log.info("checkpoint %s was there before: it is kept as %s", folder, aside.name)
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is written. Raises RuntimeError if a rank was lost meanwhile."""

@@ -241,6 +241,9 @@ def convert(name: str, trainer: str | None = None) -> str:
     if trainer is not None and trainer not in known:
         raise ConfigError(f"from={trainer}: expected one of {', '.join(known)}")
     file = read_foreign(name, trainer)
+    for key, values in foreign_keys()["only"].get(file.trainer, {}).items():
+        if key in file.lines and file.lines[key].value not in values:
+            raise ConfigError(f"{name}: {key} is {file.lines[key].value}; expected {', '.join(values)}")
     task, methods, algorithm = known[file.trainer], foreign_keys()["methods"], None
     if task is None:
         method = file.method or ("grpo" if "num_generations" in file.lines else "")
@@ -249,7 +252,9 @@ def convert(name: str, trainer: str | None = None) -> str:
         task, algorithm = (*methods[method], None)[:2]
     job = _Conversion(file, task, algorithm)
     if all(origin.endswith("their default") for _, origin in job.settings.values()):
-        raise ConfigError(f"{name}: none of its {len(file.lines)} settings is known here")
+        script = file.trainer == "trl" and not name.endswith((".sh", ".yaml", ".yml"))
+        hint = "; if they come from the command line, convert a .sh file with the command" if script else ""
+        raise ConfigError(f"{name}: none of its {len(file.lines)} settings is known here{hint}")
     lacking = [key for key in ("model.path", "data.train_files") if key not in job.settings]
     if "model.path" in lacking:
         job.settings["model.path"] = "MODEL", "to set"

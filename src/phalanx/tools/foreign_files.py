@@ -20,6 +20,8 @@ MOST_BYTES = 1 << 20
 MARK = "\0"  # in place of a command within a command
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _OVERRIDE = re.compile(r"(\+{0,2}[a-z_]\w*(?:\.[\w@/]+)+)=(.*)", re.DOTALL)
+# A quoted text or an escaped character, which stay, or a comment, alone in its line or behind a word.
+_COMMENT = re.compile(r"""(\\.|'[^']*'|"(?:\\.|[^"\\])*")|^[ \t]*#[^\n]*\n?|(?<=\s)#[^\n]*""", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _METHOD = re.compile(
     r"\b([A-Z]+)(?:Config|Trainer)\b|\btrl (?!import\b)(\w+)|\bswift (sft|pt)\b|\brlhf_type[\s:=]+(\w+)|\b(\w+)\.py"
@@ -181,14 +183,8 @@ def _commands(text: str, computed: list[str]) -> Iterator[list[str]]:
         computed.append(match[0])
         return f"${MARK}{len(computed) - 1}{MARK}"
 
-    lines = list[str]()
-    for line in text.splitlines():
-        match = re.search(r"(^|\s)#", line)
-        before = line if match is None else line[: match.start()]
-        quoted = before.count("'") % 2 or before.count('"') % 2
-        if quoted or before.strip() or not line.strip():
-            lines.append(line if quoted else before)
-    text, before = "\n".join([*lines, ""]).replace("\\\n", " ").replace("2>&1", " "), ""
+    text = _COMMENT.sub(lambda match: match[1] or "", f"{text}\n")
+    text, before = text.replace("\\\n", " ").replace("2>&1", " "), ""
     while text != before:  # the innermost first
         before, text = text, re.sub(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`", moved, text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>\n")
@@ -215,9 +211,10 @@ def _options(file: ForeignFile, words: list[str], variables: dict[str, str | Non
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             options[name] = [value] if equals else []
-            if i < start and name in launched and (equals or words[i + 1 :]):
+            rank = launched.get(name.replace("-", "_"))
+            if i < start and rank is not None and (equals or words[i + 1 :]):
                 given = attempt(shell_value, [value if equals else words[i + 1]], variables)
-                file.ranks[launched[name]] = str(given) if isinstance(given, int) else ""
+                file.ranks[rank] = str(given) if isinstance(given, int) else ""
             if i < start:
                 del options[name]
         elif options and i > start and not _OVERRIDE.fullmatch(word):

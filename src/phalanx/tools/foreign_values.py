@@ -75,7 +75,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
             return dtype
         case ast.Name() | ast.Attribute():
-            raise Unknown(f"the value of {ast.unparse(node)} is not in the file")
+            raise Unknown(f"{ast.unparse(node)} has no plain value in the file")
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -evaluate(operand, names)
         case ast.IfExp(test=test, body=body, orelse=other):
@@ -109,7 +109,8 @@ def expanded(word: str, variables: Mapping[str, str | None]) -> str:
             return expanded(match[2], variables)
         value = variables.get(name)
         if value is None:
-            raise Unknown(f"the value of ${name} is not in the file")
+            where = "is decided when the script runs" if name in variables else "is not in the file"
+            raise Unknown(f"the value of ${name} {where}")
         return value
 
     text = _VARIABLE.sub(replacement, word)
@@ -127,8 +128,9 @@ def shell_value(words: Sequence[str], variables: Mapping[str, str | None]) -> An
         text = expanded(word, variables)
         try:
             value = plain(parse_yaml(text), text)
-            # YAML leaves out what follows a # in a text without quotes
-            values.append(text if isinstance(value, str) and text[0] not in "'\"" else value)
+            # YAML leaves out what follows a # in a text without quotes, and reads `Question: …` as a section
+            marks = "'\"" if isinstance(value, str) else "{[" if isinstance(value, dict | list) else None
+            values.append(value if marks is None or text.lstrip()[0] in marks else text)
         except yaml.MarkedYAMLError:
             values.append(text)
     return values if len(values) > 1 else values[0] if values else True

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from phalanx.config.files import MOST_CONFIG
-from phalanx.config.messages import cut
+from phalanx.config.messages import counted, cut
 from phalanx.config.secrets import hide
 from phalanx.config.sources import parse_yaml
 from phalanx.data.data_files import DataError
@@ -113,7 +113,7 @@ class _Card:
         parts = [
             f"---\n{data.to_yaml()}\n---",
             f"# {self.name.rpartition('/')[2]}",
-            f"{kind} {self._base_words()}, trained{method} with Phalanx for {self.step} steps.",
+            f"{kind} {self._base_words()}, trained{method} with Phalanx for {counted(self.step, 'step')}.",
             f"```python\n{self._load()}\n```",
             self._training(),
             self._curves(folder),
@@ -162,7 +162,8 @@ class _Card:
                 rows.append(("reward", f"`{name}`, weight {function.get('weight', 1)}"))
         if self.starts:
             versions = ", ".join(map(" ".join, self.starts[-1]["versions"].items()))
-            rows += [("task", f"`{self.starts[-1]['task']}` on {self.starts[-1]['ranks'].get('world', 1)} ranks")]
+            ranks = counted(self.starts[-1]["ranks"].get("world", 1), "rank")
+            rows += [("task", f"`{self.starts[-1]['task']}` on {ranks}")]
             rows += [("versions", cut(versions, 2 * LONGEST))]
         rows.append(("weights", "the moving average" if self.trained.weights == "ema" else "those of the last update"))
         lines = ["## Training", "", "| | |", "|---|---|"]
@@ -206,7 +207,9 @@ class _Card:
         """The command of the last start, if it was recorded, and the whole configuration, folded."""
         parts = ["## Command"]
         words = self.starts[-1].get("command") if self.starts else None
-        if words is not None:
+        if words == []:  # a task alone would lack its model
+            parts.append("A call of `phalanx.train` in Python, with the configuration below.")
+        elif words is not None:
             line = shlex.join([self.starts[-1]["task"], *words])
             parts.append(f"```sh\nsh train.sh {_shown(line, MOST_CONFIG)}\n```")
         if self.config_text is not None:

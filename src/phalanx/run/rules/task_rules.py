@@ -23,7 +23,7 @@ def _of_sampling(schema: str, example: str) -> tuple[Rule, ...]:
         Rule("prompts prompt_file", schema, lambda c: c.prompts and c.prompt_file is not None,
              "prompts and prompt_file are both set; give one of them"),
         Rule("prompts prompt_file", schema, lambda c: not c.prompts and c.prompt_file is None,
-             f"neither prompts nor prompt_file is set; give one of them, e.g. prompts='[{example}]'"),
+             f"neither prompts nor prompt_file is set; give one of them, e.g. prompts='{example}'"),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.load import flat
-from phalanx.config.messages import cut
+from phalanx.config.messages import counted, cut
 from phalanx.exit import show
 from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import tensor_entries
@@ -71,9 +71,9 @@ class Comparison:
 
     def verdict(self) -> str:
         """One sentence about the results."""
-        compared = f"{self.steps} steps, {self.metrics} metrics"
+        compared = f"{counted(self.steps, 'step')}, {counted(self.metrics, 'metric')}"
         if self.tensors is not None:
-            compared += f", {len(self.tensors)} tensors of step {self.checkpoint}"
+            compared += f", {counted(len(self.tensors), 'tensor')} of step {self.checkpoint}"
         if self.steps == 0:
             return "nothing to compare: the runs have no step in common"
         if self.missing and self.parted is None:
