@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.exit import Stopped
+from phalanx.run.telemetry.rank_files import RankFiles
 from phalanx.training.stops import SHUTDOWN
 from tests.helpers.jobs import full_weights, rows, tiny_config
 from tests.helpers.lm import tiny_lm_config
@@ -41,12 +41,12 @@ def told(build: Callable[[Any], Any], cfg: Any, at: int) -> tuple[str, int, dict
         return plain(*args)
 
     trainer.updater.algorithm.loss = loss
-    end = ""
-    trainer.job.rank_files = SimpleNamespace(end=str)
-    try:
-        trainer.job._run_loop(trainer.fit, None)
-    except Stopped as stop:
-        end = str(stop)
+    end, job = "", trainer.job
+    with RankFiles(job.output_dir, job.world, job.timers, job.total_steps) as job.rank_files:
+        try:
+            job._run_loop(trainer.fit, None)
+        except Stopped as stop:
+            end = str(stop)
     return end, passes, full_weights(trainer.policy.trained.parameters), warnings
 
 
