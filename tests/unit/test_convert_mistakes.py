@@ -68,11 +68,7 @@ def test_an_algorithm_without_an_equal_is_a_comment(tmp_path: Path) -> None:
         ("run.sh", "python3 -m verl.trainer a.b=1 c.d=2", "{}: none of its 2 settings is known here"),
         ("run.sh", "swift rlhf --rlhf_type kto --model x", "{}: its method is kto; expected grpo, rloo, "),
         ("run.sh", "verl.trainer data.x='1", "{}: cannot be read: No closing quotation"),
-        (
-            "run.sh",
-            "python -m verl_omni.trainer.main_omni a.b=1",
-            "{}: verl_omni.trainer.main_omni has no equal here; ",
-        ),
+        ("run.sh", "python -m verl_omni.trainer.main_omni a.b=1", "{}: verl_omni.trainer.main_omni has no equal here"),
         ("run.yaml", "runner: {task_type: embodied}", "{}: runner.task_type is embodied; expected reasoning"),
         (
             "run.py",

@@ -90,7 +90,7 @@ def _recognised(path: Path, text: str) -> str:
     """The trainer of a file with these words and keys. Raises ConfigError."""
     for word in foreign_keys()["not_converted"]:
         if word in text:
-            raise ConfigError(f"{path}: {word} has no equal here; expected the trainer of reinforcement learning")
+            raise ConfigError(f"{path}: {word} has no equal here")
     marks: dict[str, list[str]] = foreign_keys()["recognised"]
     for trainer, words in marks.items():
         for word in words:
