@@ -83,10 +83,7 @@ MUTANTS = [
     Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
     Mutant("sd3_lora", "run/world.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
     Mutant(
-        "qwen_2_ranks",
-        "run/world.py",
-        "max(config.timeout_s, CHECKPOINT_S))",
-        'max(config.timeout_s, CHECKPOINT_S), "nccl")',
+        "qwen_2_ranks", "run/world.py", "min(slow, most.total_seconds()))", 'min(slow, most.total_seconds()), "nccl")'
     ),
     Mutant("offload", OFFLOAD, "computing.wait_event(fetched[i])", "pass"),
     Mutant("offload", OFFLOAD, "coming.wait_event(returned[i - SLOTS])", "pass"),

@@ -38,7 +38,7 @@ class Lengths:
         self.config = LMRolloutConfig(
             n=2, partial_rollout=PartialRolloutConfig(over_sampling_batch_size=drawn, tokens=4), max_staleness=2
         )
-        self.world = SimpleNamespace(rank=0, size=1, share=torch.arange)
+        self.world = SimpleNamespace(rank=0, size=1, data_rank=0, data_size=1)
         self.policy = SimpleNamespace(encode=lambda prompt: [int(prompt.text)], decode=str, look=lambda prompt: None)
         self.how, self.length, self.session = Decoding(LIMIT, 1.0, [0], 0), length, self
         self.asked: list[Request] = []

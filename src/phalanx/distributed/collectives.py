@@ -44,6 +44,12 @@ def count_once(alike: int) -> None:
     _alike = alike
 
 
+def local_numbers(total: int, data_rank: int, data_size: int) -> Tensor:
+    """The numbers [B] of a rank's samples, of `total` over all ranks: each has as many, one after another."""
+    count = total // data_size
+    return torch.arange(data_rank * count, (data_rank + 1) * count)
+
+
 def all_gather(value: Tensor) -> Tensor:
     """Concatenate CPU tensors of the same shape from the ranks with different samples, in rank order."""
     return torch.cat(all_gather_apart(value)[::_alike])

@@ -95,11 +95,6 @@ class World:
         """Whether this rank prints the job's messages and writes its files."""
         return self.role == ACTOR and self.rank == 0
 
-    def share(self, total: int) -> Tensor:
-        """The numbers [B] of this rank's samples, of `total` in a step: each rank has as many, one after another."""
-        count = total // self.data_size
-        return torch.arange(self.data_rank * count, (self.data_rank + 1) * count)
-
     @property
     def shard_size(self) -> int:
         """Number of ranks that share one copy of the weights."""

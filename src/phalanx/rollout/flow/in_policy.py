@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.flow import FlowRolloutConfig
-from phalanx.distributed.collectives import on_all_ranks, reduce_int
+from phalanx.distributed.collectives import local_numbers, on_all_ranks, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace, Sampler
 from phalanx.functional.sde import typical_std
@@ -184,7 +184,7 @@ class PolicyRollout:
         """
         # The numbers are consecutive, so that a rank has few prompts. Neighboring ranks may have other samples of its
         # first and last prompt: groups are assembled where rewards are gathered.
-        index = self.world.share(len(prompts) * self.config.n)
+        index = local_numbers(len(prompts) * self.config.n, self.world.data_rank, self.world.data_size)
         used, rows = torch.unique(index // self.config.n, return_inverse=True)
         embeds = self.collate([prompts[g] for g in used.tolist()], negatives=self.sampler.guided)
         return index, rows.to(self.world.device), embeds

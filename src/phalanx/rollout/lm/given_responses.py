@@ -23,7 +23,7 @@ from phalanx.config.lm import LMDataConfig
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import chat_of
 from phalanx.data.unusable import UnusableRows
-from phalanx.distributed.collectives import on_all_ranks
+from phalanx.distributed.collectives import local_numbers, on_all_ranks
 from phalanx.environments.texts import in_texts
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.chat import ChatRenderer, chat_messages, template_of, with_system_prompt
@@ -74,7 +74,7 @@ class DatasetRollout(LMRollout):
         Raises JobError, on all ranks, if an image cannot be read.
         """
         n = self.config.n
-        index = self.world.share(len(prompts) * n)
+        index = local_numbers(len(prompts) * n, self.world.data_rank, self.world.data_size)
         plain: list[Prompt] = []
         answers: list[Answer] = []
         for i in index.tolist():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.collectives import on_all_ranks, reduce_float, reduce_int
+from phalanx.distributed.collectives import local_numbers, on_all_ranks, reduce_float, reduce_int
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
@@ -71,7 +71,7 @@ class LMRollout:
         """
         n = self.config.n
         # sample i of the step is response i % n to prompt i // n
-        index = self.world.share(len(prompts) * n)
+        index = local_numbers(len(prompts) * n, self.world.data_rank, self.world.data_size)
         self._seed = (seed, step)
         local, names = [], []
         for i in index.tolist():

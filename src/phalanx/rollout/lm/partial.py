@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.collectives import all_gather_object
+from phalanx.distributed.collectives import all_gather_object, local_numbers
 from phalanx.functional.token_budget import evenly_dealt
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, hand_over
 from phalanx.rollout.lm.session import converse
@@ -214,7 +214,7 @@ class PartialRollout:
         self._step = step + 1
         self._row = self._metrics(trained, step, before) | {"rollout/rounds": float(rounds)}
         n = self.config.n
-        index = self.world.share(self._prompts * n)
+        index = local_numbers(self._prompts * n, self.world.data_rank, self.world.data_size)
         local: list[Prompt] = []
         drawn: list[Drawn] = []
         self._versions = []

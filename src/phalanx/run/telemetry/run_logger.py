@@ -6,6 +6,7 @@ metrics only. Steps strictly increase within a run.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.telemetry.advice import Advisor
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
-from phalanx.telemetry.records import Record, finite_or_none, kind_of, save_records
+from phalanx.telemetry.records import Record, kind_of, save_records
 from phalanx.telemetry.timers import Timers
 
 _log = logging.getLogger(__name__)
@@ -181,10 +182,7 @@ class _MetricsFile:
         assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
         self._last = step
         row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
-        line: dict[str, Any] = {"step": step}
-        for key, value in row.items():
-            line[key] = value if isinstance(value, int) else finite_or_none(float(value))
-        self._waiting += _json_line(line).encode()
+        self._waiting += _json_line({"step": step} | {key: _json_number(value) for key, value in row.items()}).encode()
         self._flush_rows()
         return row
 
@@ -214,6 +212,14 @@ class _MetricsFile:
         if self._waiting:
             self._flush_rows()
         self._stream.close()
+
+
+def _json_number(value: float) -> float | None:
+    """A Python number for strict JSON; None for NaN and infinities."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _json_line(row: dict[str, Any]) -> str:
