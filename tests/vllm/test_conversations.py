@@ -47,7 +47,7 @@ def talks(rollout: Any, prompts: list[Prompt]) -> list[Talk]:
     """This rank's conversations."""
     rollout.sample(prompts, seed=1, step=0, each=lambda texts, asked: None)
     result = []
-    for drawn in rollout._drawn:
+    for drawn in rollout.drawn:
         answers = [message["content"] for message in drawn.beside["messages"] if message["role"] == "tool"]
         assert len(drawn.log_probs) == sum(drawn.sampled) == drawn.length
         result.append((drawn.prompt + drawn.response, list(drawn.sampled), drawn.ended, " | ".join(answers)))
