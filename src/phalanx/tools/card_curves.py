@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from phalanx.run.telemetry.run_folder import Run
 from phalanx.telemetry.loggers import LOSS
+from phalanx.tools.board.comparison import Bounds, validation_bounds
 
 WIDTH, HEIGHT = 860, 340  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 70, 40, 40, 40  # margins around the axes
@@ -17,7 +18,6 @@ SCALE = 2  # it is drawn at this size and reduced, which smooths the lines
 GREY, INK = "#9aa0a6", "#333333"
 COLOURS = "#3f51b5", "#e65100", "#00796b", "#8e24aa", "#558b2f"
 MOST_LINES = 1 + len(COLOURS)
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,7 @@ class Line:
 
     label: str
     points: list[tuple[int, float]]
-    intervals: dict[int, Interval] = field(default_factory=dict)
-
-
-def interval_of(run: Run, name: str, step: int, mean: float) -> Interval | None:
-    """The 95 % interval of a validation's mean reward at a step; None if it was not logged."""
-    half, low = (dict(run.points(f"val/{name}/reward/{end}")).get(step) for end in ("ci95", "ci95_low"))
-    if half is None:
-        return None
-    low = mean - half if low is None else low
-    return low, low + 2 * half
+    intervals: dict[int, Bounds] = field(default_factory=dict)
 
 
 def lines_of(run: Run, last: int) -> list[Line]:
@@ -43,8 +34,12 @@ def lines_of(run: Run, last: int) -> list[Line]:
     lines = [Line("training reward", [point for point in run.points("reward/mean") if point[0] <= last])]
     for name, points in run.validations().items():
         kept = [point for point in points if point[0] <= last]
-        intervals = {step: interval_of(run, name, step, mean) for step, mean in kept}
-        lines.append(Line(name, kept, {step: pair for step, pair in intervals.items() if pair is not None}))
+        intervals = {}
+        for step, _ in kept:
+            bounds = validation_bounds(run, name, step)
+            if bounds is not None:
+                intervals[step] = bounds
+        lines.append(Line(name, kept, intervals))
     lines = [line for line in lines if len(line.points) > 1]
     if not lines:
         losses = filter(LOSS.fullmatch, run.metrics())
@@ -57,7 +52,7 @@ def draw(lines: list[Line]) -> Image.Image:
     steps = [step for line in lines for step, _ in line.points]
     low, high = inf, -inf
     for line in lines:
-        values = [value for _, value in line.points] + [end for pair in line.intervals.values() for end in pair]
+        values = [value for _, value in line.points] + [end for bounds in line.intervals.values() for end in bounds]
         low, high = min(low, *values), max(high, *values)
     first, last = min(steps), max(steps)
     high = high if high > low else low + (abs(low) or 1)
@@ -81,8 +76,9 @@ def draw(lines: list[Line]) -> Image.Image:
         colour = GREY if line.label == "training reward" else next(colours, GREY)
         if len(line.intervals) > 1:
             edges = sorted(line.intervals.items())
-            upper, lower = [at(step, pair[1]) for step, pair in edges], [at(step, pair[0]) for step, pair in edges]
-            brush.polygon(upper + lower[::-1], fill=f"{colour}30")
+            upper = [at(step, bounds.high) for step, bounds in edges]
+            lower = [at(step, bounds.low) for step, bounds in reversed(edges)]
+            brush.polygon(upper + lower, fill=f"{colour}30")
         brush.line([at(*point) for point in line.points], fill=colour, width=2 * SCALE, joint="curve")
         brush.text((place, TOP / 2 * SCALE), line.label, colour, font, anchor="lm")
         place += font.getlength(f"{line.label}     ")

@@ -27,8 +27,9 @@ from phalanx.run.kind import kind_of
 from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.run_folder import Run, read_config, read_run
 from phalanx.telemetry.loggers import setting
+from phalanx.tools.board.comparison import validation_bounds
 from phalanx.tools.board.report import REPORT_FILE, page_of
-from phalanx.tools.card_curves import draw, interval_of, lines_of
+from phalanx.tools.card_curves import draw, lines_of
 
 CARD = "README.md"
 CURVES = "curves.png"
@@ -189,8 +190,8 @@ class _Card:
             if last is None:
                 continue
             step, mean = last
-            pair = interval_of(run, name, step, mean)
-            interval = "" if pair is None else f"{pair[0]:.4g} to {pair[1]:.4g}"
+            bounds = validation_bounds(run, name, step)
+            interval = "" if bounds is None else f"{bounds.low:.4g} to {bounds.high:.4g}"
             first, before = run.points(f"val/{name}/reward/mean")[0]
             began = f"{before:.4g} (step {first})" if first < step else ""
             lines.append(f"| `{name}` | {step} | {mean:.4g} | {interval} | {began} |")

@@ -124,6 +124,8 @@ def table_page(root: Path, data: dict[str, Any], *, live: bool = False) -> tuple
     plain = [["-" if cell is None else str(cell) for cell in row] for row in data["rows"][:MOST_PLAIN]]
     body = f'<section id="runs" {"data-live" if live else ""}><noscript>{html_table(data["columns"], plain)}</noscript>'
     facts = [counted(len(data["rows"]), "run"), str(root)]
+    facts += [f"curves of the newest {MOST_CURVES}"] if len(data["rows"]) > MOST_CURVES else []
+    facts += [f"the first {MOST_SETTINGS} settings that differ"] if data["settings"] == MOST_SETTINGS else []
     footer = f"Made by <code>phalanx {'watch' if live else 'report'}</code> from {METRICS_FILE} and {CONFIG_FILE}."
     parts = {"runs": "Table", "compared": "Comparison"}
     place = '<section id="compared"></section>'
