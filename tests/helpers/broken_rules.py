@@ -237,7 +237,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (
         LMRLConfig,
         ("rollout.partial_rollout=true", "environment.tools=[calculator]"),
-        "rollout.partial_rollout: true does not work with an environment",
+        "rollout.partial_rollout: true lets any rank go on with a response, but",
     ),
     (
         LMRLConfig,
