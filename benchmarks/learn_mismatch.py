@@ -287,11 +287,11 @@ def panel(known: dict[str, Any], name: str, left: float) -> list[str]:
     high = max(mean + half for *_, mean, half in rows)
 
     def x(value: float) -> float:
-        return left + 122 + 90 * (value - low) / (high - low)
+        return left + 136 + 90 * (value - low) / (high - low)
 
     bottom = top + ROW * len(rows)
-    parts = [text(left, 20, job.title, 12), text(left + 167, 38, f"held-out {job.unit}", 9, GREY, "middle")]
-    parts += [text(left, 38, "engine off by", 9, GREY), text(left + 250, 38, "beyond", 9, GREY, "end")]
+    parts = [text(left, 20, job.title, 12), text(left + 181, 38, job.unit, 9, GREY, "middle")]
+    parts += [text(left, 38, "engine off by", 9, GREY), text(left + 264, 38, "beyond", 9, GREY, "end")]
     (_, _, _, mean, half), *_ = rows  # an exact engine
     parts.append(f'<rect x="{x(mean - half):.1f}" y="{top - 10:.1f}" width="{x(mean + half) - x(mean - half):.1f}" '
                  f'height="{bottom - top:.1f}" fill="{PALE}"/>')  # fmt: skip
@@ -302,7 +302,7 @@ def panel(known: dict[str, Any], name: str, left: float) -> list[str]:
         parts.append(text(left, y + 3, words, 9, color if correction != "none" else INK))
         parts.append(f'<path d="M{x(mean - half):.1f} {y:.1f} H{x(mean + half):.1f}" stroke="{color}"/>')
         parts.append(f'<circle cx="{x(mean):.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
-        parts.append(text(left + 250, y + 3, beyond, 9, GREY, "end"))
+        parts.append(text(left + 264, y + 3, beyond, 9, GREY, "end"))
     for value in (base, rows[0][3]):
         parts.append(text(x(value), bottom + 4, f"{value:.2f}", 9, GREY, "middle"))
     return parts
@@ -311,9 +311,9 @@ def panel(known: dict[str, Any], name: str, left: float) -> list[str]:
 def figure(known: dict[str, Any]) -> str:
     """The figure, as SVG: a panel per job."""
     names = [name for name in JOBS if len(finished(known, name)) > 1]
-    parts = [line for number, name in enumerate(names) for line in panel(known, name, 12 + 265.0 * number)]
+    parts = [line for number, name in enumerate(names) for line in panel(known, name, 12 + 280.0 * number)]
     height = 64 + ROW * max(len(finished(known, name)) for name in names)
-    size = f'width="{265 * len(names) + 10}" height="{height:.0f}"'
+    size = f'width="{280 * len(names) + 10}" height="{height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
