@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import peer_copy
-from phalanx.run.in_memory import Offers, take
+from phalanx.run import in_memory, peer_copy
+from phalanx.run.in_memory import Offers, copies_to_peers, take
 from phalanx.run.peer_copy import PeerCopy, packed, unpack
 from phalanx.training.progress import Progress
 from tests.helpers.ranks import run_ranks
@@ -122,3 +122,34 @@ def test_two_neighbouring_nodes_that_are_lost() -> None:
 def test_a_copy_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a copy of 12 bytes is not of 16 bytes of state"):
         unpack(torch.zeros(12, dtype=torch.uint8), [torch.zeros(4)])
+
+
+def told(asked: bool, in_place: bool, width: int, sharded: bool) -> tuple[bool, list[str]]:
+    """Whether a job of two ranks on two nodes copies its state, and the warnings of this rank."""
+    lines: list[str] = []
+    in_memory.log.warning = lambda text, *words: lines.append(text % words)  # type: ignore[method-assign]
+    world = world_of(width)
+    state = State(world.mesh, [torch.zeros(1)])
+    state.model.parameters |= {} if sharded else {"weight": torch.zeros(1)}
+    return copies_to_peers(asked, [state], world, in_place=in_place), lines
+
+
+@pytest.mark.parametrize(
+    ("asked", "in_place", "width", "sharded", "copies", "line"),
+    [
+        (True, True, 2, True, True, None),
+        (False, False, 2, True, False, None),
+        (True, False, 2, True, False, "true has no use, since a lost rank ends the job without IN_PLACE=1"),
+        (True, True, 1, True, False, "true has no use, since each node has the whole state"),
+        (True, True, 2, False, False, "true has no use, since each node has the whole state"),
+        (False, True, 2, True, False, "false: no other node has a lost one's part of the state, so that it costs"),
+    ],
+)
+def test_what_a_job_says_of_copies(
+    asked: bool, in_place: bool, width: int, sharded: bool, copies: bool, line: str | None
+) -> None:
+    first, second = run_ranks(told, 2, asked, in_place, width, sharded, local_world=1)
+    assert first[0] == second[0] == copies and second[1] == []
+    assert [text[: len(f"trainer.peer_copy: {line}")] for text in first[1]] == (
+        [] if line is None else [f"trainer.peer_copy: {line}"]
+    )
