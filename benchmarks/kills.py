@@ -1,11 +1,13 @@
 """Random losses of ranks in jobs that go on in place, and whether each row is as if nothing had been lost.
 
     python -m benchmarks.kills [--kinds text,flow] [--layouts 1x2,2x2,4x2] [--kills 6] [--seed 0] [--leaks 0]
+        [--sharded]
 
 A layout is the ranks of a node x nodes. Each job loses ranks at random moments of sampling, scoring, updates, saving
 and validation, and while the others form the world anew: by SIGKILL, by SIGSTOP or, where this machine allows network
 namespaces, by a wire that is cut. A lost node comes back at once, or later than the others wait for it. All rows are
-compared with those of the same job without losses: they are equal bit for bit until the job runs on fewer ranks.
+compared with those of the same job without losses: they are equal bit for bit until the job runs on fewer ranks. With
+`--sharded` all ranks share one copy of the weights, and nodes have copies of each other's part (trainer.peer_copy).
 
 The ranks are copies of this process, which has imported the libraries, so a start costs less than a second; the small
 launcher here restarts a node's ranks as torchrun does. Each of `--leaks` recoveries of one process is followed by a
@@ -227,10 +229,15 @@ def _rank(net: Net, folder: Path, env: dict[str, str], config: Any) -> None:
 class Campaign:
     """A job of two nodes, its losses, and the seconds from each to the next step."""
 
-    def __init__(self, kind: str, ranks: int, model: Path, folder: Path, total: int, net: Net, pause_s: float) -> None:
+    def __init__(
+        self, kind: str, ranks: int, model: Path, folder: Path, total: int, net: Net, pause_s: float, sharded: bool
+    ) -> None:
         folder.mkdir(parents=True)
+        self.sharded = sharded
         self.kind, self.ranks, self.folder, self.net, self.pause_s = kind, ranks, folder, net, pause_s
-        words = [*KINDS[kind].settings(model, folder), *WORDS, f"parallel.fsdp_size={ranks}"]
+        layout = [f"parallel.fsdp_size={2 * ranks}", "trainer.peer_copy=true"]
+        layout = layout if sharded else [f"parallel.fsdp_size={ranks}"]
+        words = [*KINDS[kind].settings(model, folder), *WORDS, *layout]
         self.config = load_config(KINDS[kind].schema, None, [*words, f"trainer.total_training_steps={total}"])
         self.context, self.port = multiprocessing.get_context("fork"), free_port()
         self.nodes = [Node(number, ranks, self._start) for number in range(2)]
@@ -321,6 +328,9 @@ class Campaign:
             self.net.hosts.link(up=True)
         else:
             kill(pid, signal.SIGSTOP if how == "freeze" else signal.SIGKILL)
+        if how == "freeze" and self.sharded:  # the others wait for it
+            self.until(lambda: False, CUT_S)
+            kill(pid, signal.SIGCONT)
         if twice:  # a second one of this node while it forms the world anew with the others
             node.late = False
             self.until(lambda: pid not in node.pids() and len(node.pids()) == self.ranks, LIMIT_S)
@@ -362,17 +372,18 @@ def differences(folder: Path, whole: Path) -> tuple[bool, float]:
 def campaign_of(kind: str, ranks: int, args: argparse.Namespace, model: Path, folder: Path, net: Net) -> dict[str, Any]:
     """Lose ranks of one job; returns what happened."""
     chance, total = random.Random(f"{args.seed} {kind} {ranks}"), 6 + 2 * args.kills
-    whole = Campaign(kind, ranks, model, folder / "whole", total, net, 0.0)
+    whole = Campaign(kind, ranks, model, folder / "whole", total, net, 0.0, args.sharded)
     run_whole(whole)
-    job = Campaign(kind, ranks, model, folder / "kills", total, net, PAUSE_S)
+    job = Campaign(kind, ranks, model, folder / "kills", total, net, PAUSE_S, args.sharded)
     ways = args.ways.split(",")
     if net.hosts is None:
         ways = [way for way in ways if way != "cut"]
     losses: list[dict[str, Any]] = []
+    phases = (*PHASES, "peer_copy") if args.sharded else PHASES
     with job.running():
         job.until(lambda: job.done > 0, LIMIT_S)
         while len(losses) < args.kills and not job.ended and job.done < total - 1:
-            wanted = PHASES[len(losses) % len(PHASES)]
+            wanted = phases[len(losses) % len(phases)]
             losses.append(job.lose(chance, wanted, chance.choice(ways)))
             print(kind, f"{ranks}x2", losses[-1], file=sys.stderr, flush=True)
             if not losses[-1]["goes_on"]:
@@ -402,9 +413,9 @@ def footprint(pid: int) -> dict[str, Any]:
     return {"threads": dict(threads), "files": len(os.listdir(f"/proc/{pid}/fd")), "mb": round(memory, 1)}
 
 
-def leaks(kind: str, count: int, model: Path, folder: Path, net: Net) -> dict[str, Any]:
+def leaks(kind: str, count: int, model: Path, folder: Path, net: Net, sharded: bool) -> dict[str, Any]:
     """What one process holds after each of many recoveries."""
-    chance, job = random.Random(0), Campaign(kind, 1, model, folder / "leaks", 100_000, net, 0.0)
+    chance, job = random.Random(0), Campaign(kind, 1, model, folder / "leaks", 100_000, net, 0.0, sharded)
     found: list[dict[str, Any]] = []
     with job.running():
         job.until(lambda: job.done > 0, LIMIT_S)
@@ -431,6 +442,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", default="kill,kill,kill,kill,freeze,cut", help="to lose a rank, drawn by chance")
     parser.add_argument("--leaks", type=int, default=0, help="recoveries of one process of each kind, instead")
+    parser.add_argument("--sharded", action="store_true", help="all ranks share one copy of the weights")
     parser.add_argument("--folder", help="where to keep the files of the jobs")
     args = parser.parse_args()
     result: dict[str, Any] = {}
@@ -442,7 +454,7 @@ def main() -> None:
             for kind in args.kinds.split(","):
                 model = KINDS[kind].make(Path(name, f"model_{kind}"))
                 if args.leaks:
-                    result[kind] = leaks(kind, args.leaks, model, Path(name, kind), net)
+                    result[kind] = leaks(kind, args.leaks, model, Path(name, kind), net, args.sharded)
                     continue
                 for layout in args.layouts.split(","):
                     folder = Path(name, f"{kind}_{layout}")

@@ -85,6 +85,38 @@ def test_a_node_that_is_gone_for_good_costs_no_step(sd3_folder: Path, tmp_path: 
     assert_same(tmp_path, tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "lost", "phase"),
+    [
+        ("lm", 1, 1, "update"),
+        pytest.param("lm", 1, 0, "peer_copy", marks=pytest.mark.long),
+        pytest.param("flow", 2, 1, "reward", marks=pytest.mark.long),
+    ],
+)
+def test_a_lost_node_gets_its_shards_from_another(
+    kind: str, ranks: int, lost: int, phase: str, sd3_folder: Path, lm_folder: Path, tmp_path: Path
+) -> None:
+    """All ranks share one copy of the weights; nodes have copies of each other's part, and every bit is as before."""
+    is_lm, size = kind == "lm", 2 * ranks
+    settings = ["trainer.save_freq=-1", f"parallel.fsdp_size={size}", "trainer.total_training_steps=8"]
+    settings += [] if is_lm else SETTINGS[:2]
+    if is_lm:
+        run_ranks(lm.fit, size, lm.tiny_lm_config(lm_folder, tmp_path / "whole", *settings), local_world=ranks)
+    else:
+        run_ranks(fit, size, tiny_config(sd3_folder, tmp_path / "whole", *settings, *SETTINGS[-1:]), local_world=ranks)
+    settings += ["trainer.peer_copy=true"]
+    model = lm_folder if is_lm else sd3_folder
+    with two_nodes(model, tmp_path, *settings, ranks=ranks, is_lm=is_lm) as nodes:
+        nodes[0].until(lambda: len(steps(tmp_path)) >= 3)
+        nodes[0].until(lambda: nodes[0].phase(lost * ranks)[2] == phase)
+        for pid in nodes[lost].ranks():
+            kill(pid, signal.SIGKILL)
+        assert [node.wait() for node in nodes] == [0, 0], nodes[0].said + nodes[1].said
+        begins = re.findall(r"; steps (\d+) to 8 of ", nodes[0].said)
+    assert len(begins) == 2 and int(begins[1]) >= 3  # there is no checkpoint
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("what", [signal.SIGTERM, "raise"], ids=["told-to-stop", "an-error"])
 def test_what_ends_a_job_still_ends_it(sd3_folder: Path, tmp_path: Path, what: Any) -> None:

@@ -185,7 +185,7 @@ FILES = [
     ("trainer:\n  seed: 1\n  sede: 2\n", "unknown key trainer.sede; did you mean trainer.seed?"),
     ("reward:\n  functions:\n    - nam: ocr\n", "unknown key reward.functions[0].nam; did you mean reward.functions[0].name?"),
     ("trainer: [1]\n", "trainer: expected a section, got [1]; its keys: total_training_steps, total_epochs, save_freq, test_freq, "
-     "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_bad_steps, undo_steps, end_below, end_below_from, max_checkpoints, "
+     "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_bad_steps, undo_steps, peer_copy, end_below, end_below_from, max_checkpoints, "
      "keep_best, keep_best_mode, export_each_save, profile_steps, deterministic"),
     ("trainer: {seed: two}\n", "trainer.seed: expected an integer, got 'two'"),
     ("trainer: {logger: console}\n", "trainer.logger: expected a list of strings, got 'console'; write [console]"),

@@ -5,6 +5,7 @@ import socket
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -102,19 +103,40 @@ def test_a_job_waits_where_it_cannot_run_on_the_survivors(store: dist.Store, mon
         each.register(lambda: {1, 2})
 
 
+Keys = dict[tuple[int, int], bool]
+
+
+def own(*keys: tuple[int, int]) -> Keys:
+    """By step and shard: a rank's own parts."""
+    return dict.fromkeys(keys, True)
+
+
+def copies(*keys: tuple[int, int]) -> Keys:
+    """What it keeps for another rank."""
+    return dict.fromkeys(keys, False)
+
+
 @pytest.mark.parametrize(
     ("offered", "width", "agreed"),
     [
-        ([[3], [3]], 1, (3, 0)),
-        ([[2], [3]], 1, (3, 1)),
+        ([own((3, 0)), own((3, 0))], 1, (3, [0], 0)),
+        ([own((2, 0)), own((3, 0))], 1, (3, [1], 1)),
         # one rank of the first replica has finished step 4, the other one has not
-        ([[3, 4], [3], [], [3]], 2, (3, 0)),
-        ([[4], [3], [3], [3]], 2, (3, 2)),
-        ([[], []], 1, None),
-        ([[4], [3]], 2, None),
+        ([own((3, 0), (4, 0)), own((3, 1)), {}, own((3, 1))], 2, (3, [0, 1], 0)),
+        ([own((4, 0)), own((3, 1)), own((3, 0)), own((3, 1))], 2, (3, [2, 1], 1)),
+        ([{}, {}], 1, None),
+        ([own((4, 0)), own((3, 1))], 2, None),
+        # the second rank is new, and the first one has a copy of its shard
+        ([own((3, 0), (4, 0)) | copies((2, 1), (3, 1)), {}], 2, (3, [0, 0], 0)),
+        # ranks that took other places send their shards to them
+        ([own((3, 1)), own((3, 0))], 2, (3, [1, 0], 0)),
+        # no rank has the counters of step 3
+        ([own((4, 0)) | copies((3, 0), (3, 1)), {}], 2, None),
+        # two neighbours are lost
+        ([own((3, 0)) | copies((3, 2)), {}, {}], 3, None),
     ],
 )
-def test_the_latest_step_of_a_whole_replica(offered: list[list[int]], width: int, agreed: object) -> None:
+def test_the_latest_step_of_which_all_shards_are_left(offered: list[Keys], width: int, agreed: object) -> None:
     assert agreed_offer(offered, width) == agreed
 
 
@@ -133,11 +155,13 @@ def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
 
 
 def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() -> None:
-    state = SimpleNamespace(kept=None, applied=0, updates=3, local_parts=list, parts_before=list)
-    stops = SimpleNamespace(before=Progress(step=4))
-    job = SimpleNamespace(stops=stops, progress=Progress(step=5), states={"": state}, unconfirmed={"loss": 1.0})
-    (offered, _) = offers_of(job)[5]  # type: ignore[arg-type]
-    assert offered.unfinished == {"loss": 1.0} and offered.updates == 3
+    model = SimpleNamespace(parameters={})
+    state = SimpleNamespace(model=model, kept=None, applied=0, updates=3, local_parts=list, parts_before=list)
+    job: Any = SimpleNamespace(stops=SimpleNamespace(before=Progress(step=4)), progress=Progress(step=5))
+    vars(job).update(states={"": state}, unconfirmed={"loss": 1.0}, world=SimpleNamespace(rank=1, shard_size=2))
+    (offered, _) = offers_of(job)[5, 0]  # nothing is sharded
+    assert offered is not None and offered.unfinished == {"loss": 1.0} and offered.updates == 3
     assert job.progress.unfinished is None
     job.unconfirmed = None
-    assert offers_of(job)[5][0].unfinished is None  # type: ignore[arg-type]
+    (offered, _) = offers_of(job)[5, 0]
+    assert offered is not None and offered.unfinished is None

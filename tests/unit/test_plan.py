@@ -197,6 +197,17 @@ def test_the_operations_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ]
 
 
+def test_copies_for_another_node(tmp_path: Path, sd3_folder: Path) -> None:
+    """They count only where no node has the whole state, and with the state before a step."""
+    keys = ("parallel.fsdp_size=4", "actor.ema.decay=0.9", "actor.ppo_mini_batch_size=4", "trainer.peer_copy=true")
+    held = [count(plan_of(tiny_config(sd3_folder, tmp_path, *keys), Cluster(nodes, 4 // nodes))) for nodes in (2, 1)]
+    state = sum(held[0].held[name] for name in ("trained weights", "optimizer's state", "moving average"))
+    assert held[0].held["state before a step"] == state
+    assert held[0].host["two copies of another rank's state"] == 2 * state
+    del held[0].held["state before a step"], held[0].host["two copies of another rank's state"]
+    assert (held[0].held, held[0].host) == (held[1].held, held[1].host)
+
+
 # -- warnings -----------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from phalanx import algorithms
 from phalanx.config import ConfigError
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import JointConfig
 from phalanx.config.load import build
 from phalanx.config.tasks import CheckClusterConfig, GenerateConfig, PrepareDataConfig
@@ -83,6 +84,14 @@ def test_a_rule_of_a_launch(schema: type, overrides: tuple[str, ...], ranks: Ran
     broken_by(rules.LAUNCH_RULES, cfg, message, w=ranks)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         rules.check_launch(cfg, ranks)
+
+
+@pytest.mark.parametrize(
+    "keys", [("trainer.peer_copy=true",), ("model.lora_rank=4", "parallel.lora_sharding=replicate")]
+)
+def test_nodes_may_share_a_copy_of_the_weights_that_is_not_the_only_one(keys: tuple[str, ...]) -> None:
+    ranks = Ranks(8, 4, 4, apart=False, restarts=True, in_place=True)
+    assert list(rules.broken(rules.LAUNCH_RULES, configuration(FlowRLConfig, keys), w=ranks)) == []
 
 
 @pytest.mark.parametrize(("overrides", "model", "message"), MODELS)

@@ -226,7 +226,12 @@ class TrainerConfig:
     undo_steps: Optional[bool] = arg(
         None,
         "before a step with several updates, keep a copy of weights, optimizer state and averages, to which a "
-        "signal to stop returns at once instead of after the step; null: for LoRAs",
+        "signal to stop returns at once instead of after the step; null: for LoRAs, and with trainer.peer_copy",
+    )
+    peer_copy: bool = arg(
+        False,
+        "with IN_PLACE=1, send each rank's part of weights, optimizer state and averages to another node after each "
+        "step, so that a lost node costs no step where parallel.fsdp_size is more than the ranks of a node",
     )
     end_below: dict[str, float] = arg(
         {},

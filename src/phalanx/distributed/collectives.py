@@ -188,14 +188,14 @@ def exchange(parcels: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int,
     """
     sizes = {rank: torch.tensor([len(parcel)]) for rank, parcel in parcels.items()}
     coming = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
-    _exchange_tensors(sizes, coming)
+    exchange_tensors(sizes, coming)
     received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in coming.items()}
-    _exchange_tensors(parcels, received)
+    exchange_tensors(parcels, received)
     return received
 
 
-def _exchange_tensors(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-    """Send tensors to ranks, and receive those from other ranks in place."""
+def exchange_tensors(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+    """Send contiguous tensors to ranks, and receive those from other ranks in place, all on one kind of device."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent.items()]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received.items()]
     for work in dist.batch_isend_irecv(operations) if operations else []:

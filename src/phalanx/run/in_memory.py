@@ -1,6 +1,7 @@
 """The state of a job in the memory of its ranks, from which the job goes on after others were lost."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from typing import Any, Protocol
@@ -8,13 +9,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from phalanx.distributed.collectives import all_gather_object, broadcast_object
+from phalanx.distributed.collectives import all_gather_object, broadcast_object, exchange
 from phalanx.distributed.mesh import World
+from phalanx.run.peer_copy import packed, unpack
 from phalanx.training.progress import Progress
 
-# By step: the counters after it, and this rank's part of each tensor.
-Offers = dict[int, tuple[Progress, list[Tensor]]]
+log = logging.getLogger(__name__)
+# By step and shard: the counters after the step, and this rank's part of each tensor; or no counters, and the bytes of
+# another rank's parts.
+Offers = dict[tuple[int, int], tuple[Progress | None, list[Tensor]]]
 
 
 class KeptState(Protocol):
@@ -41,6 +46,8 @@ class KeptJob(Protocol):
     sampling: Any
     logger: Any
     rank_files: Any
+    timers: Any
+    copies: bool
     unconfirmed: dict[str, float] | None
 
     @property
@@ -51,20 +58,41 @@ def offers_of(job: KeptJob) -> Offers:
     """Return this rank's parts of the state after the last complete step and, if it has them, of that before it."""
     before, progress, offers = job.stops.before, job.progress, Offers()
     states = list(job.states.values())
+    shard = job.world.rank % width_of(states, job.world)
     copied = all(state.kept is not None or not state.applied for state in states)
     if before.step < progress.step:  # the step is complete on this rank
         progress.updates = next(iter(states)).updates
         progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}
         after = copy(progress)
         after.unfinished = after.unfinished or job.unconfirmed  # the first rank may be lost before it wrote this row
-        offers[progress.step] = after, _parts(states, before=False)
+        offers[progress.step, shard] = after, parts_of(states)
         copied = all(state.kept is not None for state in states)
     if copied:
-        offers[before.step] = before, _parts(states, before=True)
+        offers[before.step, shard] = before, parts_of(states, before=True)
     return offers
 
 
-def _parts(states: list[KeptState], *, before: bool) -> list[Tensor]:
+def width_of(states: Iterable[KeptState], world: World) -> int:
+    """Number of ranks that share one copy of the state; 1 if each has all that is trained."""
+    for state in states:
+        if any(isinstance(p, DTensor) for p in state.model.parameters.values()):
+            return world.shard_size
+    return 1
+
+
+def copies_to_peers(asked: bool, states: Iterable[KeptState], world: World, *, in_place: bool) -> bool:
+    """Whether ranks keep copies of each other's parts; the first one warns of copies without a use, and of missing
+    ones. asked: trainer.peer_copy.
+    """
+    needed = in_place and width_of(states, world) > world.launch.local_world_size
+    if asked != needed and world.rank == 0:
+        why = "each node has the whole state" if in_place else "a lost rank ends the job without IN_PLACE=1"
+        lost = "no other node has a lost one's part of the state, so that it costs the steps since the last checkpoint"
+        log.warning("trainer.peer_copy: %s", f"true has no use, since {why}" if asked else f"false: {lost}")
+    return asked and needed
+
+
+def parts_of(states: Iterable[KeptState], *, before: bool = False) -> list[Tensor]:
     """This rank's parts of all states, now or before the updates of this step."""
     parts = []
     for state in states:
@@ -89,22 +117,42 @@ def leave(job: KeptJob) -> None:
 
 @torch.no_grad()
 def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progress | None:
-    """Fill the states with the latest one that all ranks of a replica offer, and return its counters; None if there is
-    none. All ranks call this together, survivors with the same shards as before.
+    """Fill the states with the latest one whose shards ranks offer, and return its counters; None if there is none. All
+    ranks call this together.
     """
-    width = world.shard_size
-    agreed = agreed_offer(all_gather_object(sorted(offers)), width)
+    width = width_of(states.values(), world)
+    offered = all_gather_object({key: progress is not None for key, (progress, _) in offers.items()})
+    agreed = agreed_offer(offered, width)
     if agreed is None:
         return None
-    step, first = agreed
-    source = first + world.rank % width
-    progress, kept = offers[step] if world.rank == source else (None, [])
-    parts = _parts(list(states.values()), before=False)
-    for part, value in zip(parts, kept, strict=True) if kept else ():
-        part.copy_(value)
-    group = world.mesh.get_group("replicate")
+    step, sources, first = agreed
+    parts, shard, roots = parts_of(states.values()), world.rank % width, list(sources)
+    progress: Progress | None = None
+    parcels, senders = dict[int, Tensor](), list[int]()
+    for number, source in enumerate(sources):
+        if source % width == number:
+            continue
+        roots[number] = number  # of the ranks with this shard, the first one receives it from another
+        if world.rank == source:
+            counters, given = offers[step, number]
+            parcels[number] = given[0] if counters is None else packed(given)
+        if world.rank == number:
+            senders.append(source)
+    received = exchange(parcels, senders)
+    if senders:
+        unpack(received[senders[0]], parts)
+    elif world.rank == roots[shard]:
+        counters, given = offers[step, shard]
+        if counters is None:
+            unpack(given[0], parts)
+        else:
+            torch._foreach_copy_(parts, given)
+    group = world.mesh.get_group("replicate") if width == world.shard_size else None
     for part in parts:
-        dist.broadcast(part, source, group)
+        dist.broadcast(part, roots[shard], group)
+    for (after, _), (counters, _) in offers.items() if world.rank == first else ():
+        if after == step and counters is not None:
+            progress = counters
     progress = broadcast_object(progress, first)
     assert progress is not None, "the source has it"
     for name, state in states.items():
@@ -112,13 +160,22 @@ def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progr
     return progress
 
 
-def agreed_offer(steps: list[list[int]], width: int) -> tuple[int, int] | None:
-    """The latest step that all `width` ranks of a replica offer, and the replica's first rank. steps: those of each
-    rank.
+def agreed_offer(offered: list[dict[tuple[int, int], bool]], width: int) -> tuple[int, list[int], int] | None:
+    """The latest step of which ranks offer all `width` shards, a rank for each shard, and one with the counters.
+
+    offered: by step and shard, whether a rank also has the counters.
     """
-    best: tuple[int, int] | None = None
-    for first in range(0, len(steps), width):
-        common = set(steps[first]).intersection(*steps[first + 1 : first + width])
-        if common and (best is None or max(common) > best[0]):
-            best = max(common), first
-    return best
+    holders, first = dict[tuple[int, int], int](), dict[int, int]()
+    for rank, keys in enumerate(offered):
+        for (step, shard), counts in keys.items():
+            held = holders.get((step, shard))
+            # one whose place is this shard's need not send it to another
+            if held is None or (held % width != shard and rank % width == shard):
+                holders[step, shard] = rank
+            if counts:
+                first.setdefault(step, rank)
+    for step in sorted(first, reverse=True):
+        sources = [holders[step, shard] for shard in range(width) if (step, shard) in holders]
+        if len(sources) == width:
+            return step, sources, first[step]
+    return None

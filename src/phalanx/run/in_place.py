@@ -34,7 +34,8 @@ from phalanx.distributed.mesh import World
 from phalanx.exit import end, place, say
 from phalanx.kept import keep
 from phalanx.run import watchdog
-from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, take
+from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, parts_of, take
+from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, sever
 from phalanx.training.progress import Progress
@@ -176,6 +177,7 @@ lost_groups: list[dist.ProcessGroup] = []  # see drop_groups
 watched: list[int] = []  # the nodes of the generation to which the watch belongs
 job: KeptJob | None = None  # that trains now
 offers: Offers = {}  # what the last generation's job could offer
+peer = PeerCopy()  # what this rank keeps for another one
 
 
 def enter() -> None:
@@ -215,8 +217,10 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
     began = time.monotonic()
     if watch is not None:
         watch.patient = True
+    width = 1
     if job is not None:
-        offers, KEPT[:] = offers_of(job), frozen_of(job)
+        width, KEPT[:] = job.world.shard_size, frozen_of(job)
+        offers = {of: (None, [memory]) for of, memory in peer.copies.items()} | offers_of(job)
     generation.sever()  # others may still wait for this rank
     if job is not None:
         leave(job)
@@ -231,10 +235,13 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which groups are named; one that could not connect has counted
+    shard = Launch.from_env().rank % width
     generation.register(dead)
+    if Launch.from_env().rank % width != shard:
+        KEPT.clear()  # this rank's frozen parts are others now
     if Launch.from_env().rank == 0:
         names = ", ".join(map(str, generation.chosen(generation.number)))
-        step = max(offers, default=None)
+        step = max(offers)[0] if offers else None
         say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}; the last step is {step}")
     return True
 
@@ -293,6 +300,14 @@ def begin(each: KeptJob) -> None:
         job = each
         offers.clear()
         generation.publish()
+        copy_state()
+
+
+def copy_state() -> None:
+    """Exchange the state with other nodes after a complete step, if the job does so; all ranks call this together."""
+    if job is not None and job.copies:
+        with job.timers("peer_copy"):
+            peer.update(parts_of(job.states.values()), job.progress.step, job.world)
 
 
 def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
@@ -302,6 +317,7 @@ def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
     if generation is None or not generation.number:
         return None
     progress = take(offers, states, world)
+    peer.keep(None if progress is None else progress.step)
     if progress is None and world.rank == 0:
         say("no rank has the state after the last step: the job starts from its last checkpoint")
     return progress

@@ -24,6 +24,7 @@ from phalanx.run import folder_lock, in_place
 from phalanx.run.checkpoint import Checkpointer, Progress
 from phalanx.run.checkpoint_folder import kept_in_flight
 from phalanx.run.early_end import ends_early
+from phalanx.run.in_memory import copies_to_peers
 from phalanx.run.keep_best import check_metric, judgement
 from phalanx.run.provenance import with_whole_path, write_provenance
 from phalanx.run.telemetry.profiles import Profiler
@@ -80,9 +81,11 @@ class Job:
         self.checkpointer.saved_step = self.progress.step
         self.stops = Stops(world, self.states, self.progress, timers)
         several = sum(state.optimizer.total_updates for state in self.states.values()) > total_steps
+        goes_on = in_place.generation is not None
+        self.copies = copies_to_peers(cfg.trainer.peer_copy, self.states.values(), world, in_place=goes_on)
         for state in self.states.values():
-            undoes = state.model.lora if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
-            state.undoes = (several or in_place.generation is not None) and undoes and world.link is None
+            undoes = state.model.lora or self.copies if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
+            state.undoes = (several or goes_on) and undoes and world.link is None
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = self._skipped = 0  # skipped: updates of policies and critic since this start of the job
@@ -220,6 +223,7 @@ class Job:
         self._restore_files()
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
+        in_place.copy_state()
         self.stops.warn(step)
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
             row = row | self.validate(step)
@@ -301,8 +305,6 @@ class Job:
         self.progress.updates = self.state.updates
         self.progress.updates_beside = {name: state.updates for name, state in self.states.items() if name}
 
-    # -- state ----------------------------------------------------------------------------------------------------
-
     def _save_checkpoint(self, progress: Progress, row: Mapping[str, float] | None = None) -> None:
         in_flight = self.sampling.in_flight(progress.step)
         with self.timers("checkpoint"):
@@ -371,11 +373,8 @@ class Job:
         if folder is None:
             return Progress()
         progress = self.checkpointer.load(folder, self.tensors())
-        if "" in self.policies:
-            self.state.loaded(progress.updates)
         for name, state in self.states.items():
-            if name:
-                state.loaded(progress.updates_beside[name])
+            state.loaded(progress.updates_beside[name] if name else progress.updates)
         progress.ended &= bool(self.cfg.trainer.end_below)
         if progress.ended:
             self.total_steps = progress.step

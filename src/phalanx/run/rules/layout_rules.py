@@ -11,6 +11,11 @@ def _shares(c: Any) -> bool:
     return bool(c.parallel.ulysses_sequence_parallel_size > 1)
 
 
+def _replicates(c: Any) -> bool:
+    """Whether each rank has all weights that are trained."""
+    return bool(c.model.lora_rank > 0 and c.parallel.lora_sharding == "replicate")
+
+
 RULES = (
     Rule(f"{CONTEXT} model.attn_implementation", LM,
          lambda c: _shares(c) and c.model.attn_implementation not in ("sdpa", "eager"),
@@ -60,9 +65,10 @@ LAUNCH_RULES = (
          lambda c, w: c.trainer.resume != "auto" and w.restarts,
          " would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range of NNODES); "
          "expected auto, with another trainer.output_dir"),
-    Rule("parallel.fsdp_size", RUN, lambda c, w: w.in_place and w.width > w.node,
+    Rule("parallel.fsdp_size trainer.peer_copy", RUN,
+         lambda c, w: w.in_place and w.width > w.node and not c.trainer.peer_copy and not _replicates(c),
          ": {w.width} ranks share the weights, and IN_PLACE=1 needs a whole copy on each node of {w.node}; expected at "
-         "most {w.node}, or no IN_PLACE"),
+         "most {w.node}, trainer.peer_copy=true, or no IN_PLACE"),
     Rule("placement", RL, lambda c, w: w.in_place and c.placement,
          "placement: ranks of other roles cannot go on without those that are lost; leave placement or IN_PLACE=1 out"),
     Rule("sweep", RUN, lambda c, w: w.in_place and c.sweep,

@@ -104,8 +104,8 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     engine = engine_size(p.cfg, gpu_memory, layout) if samples else 0
     trained = [w for w in layout.trained if not w.away]
     # a replicated weight that is trained in another dtype has a copy in the dtype that the module computes in
-    copied = [w for w in layout.trained if not w.sharded and w.kept != layout.dtype]
-    copies = sum(w.numel for w in copied) * layout.dtype.itemsize
+    recast = [w for w in layout.trained if not w.sharded and w.kept != layout.dtype]
+    copies = sum(w.numel for w in recast) * layout.dtype.itemsize
     state = _optimizer_bytes(p, layout.trained if trains else [])
     on_device = _optimizer_bytes(p, trained if trains and not offload else [])
     held = {
@@ -115,8 +115,10 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
         **on_device,
         "VAE": nbytes(*policy.decoders),
     }
-    undoes = p.cfg.model.lora_rank > 0 if p.cfg.trainer.undo_steps is None else p.cfg.trainer.undo_steps
-    if undoes and p.updates > 1 and trains and not p.role:
+    some_sharded = any(w.sharded for w in layout.trained)
+    copied = p.cfg.trainer.peer_copy and trains and some_sharded and layout.width > layout.cluster.per_node
+    undoes = p.cfg.model.lora_rank > 0 or copied if p.cfg.trainer.undo_steps is None else p.cfg.trainer.undo_steps
+    if undoes and (p.updates > 1 or copied) and trains and not p.role:
         held["state before a step"] = layout.kept(trained) + sum(on_device.values())
     encoders, mapped = [nbytes(*policy.encoders)], nbytes(*policy.mapped)
     host = {"text encoders": 0, MAPPED: 0, "weights": layout.kept_on(host=True)}
@@ -132,6 +134,7 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     held |= {"reward model": awake, "sampling engine": 0 if sleeps else engine, **p.beside}
     host |= {"text encoders": sum(encoders) - mapped, MAPPED: mapped}
     host |= {name: size - on_device[name] for name, size in state.items()}
+    host["two copies of another rank's state"] = 2 * (layout.kept(layout.trained) + sum(state.values())) * copied
     host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
     keeps = p.cfg.rollout.engine_memory.keeps
     keeps = p.cfg.model.lora_rank > 0 if keeps is None else keeps
