@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx.distributed.launch_env import Launch
@@ -135,9 +136,33 @@ def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
 def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() -> None:
     state = SimpleNamespace(kept=None, applied=0, updates=3, local_parts=list, parts_before=list)
     stops = SimpleNamespace(before=Progress(step=4))
-    job = SimpleNamespace(stops=stops, progress=Progress(step=5), states={"": state}, unconfirmed={"loss": 1.0})
-    (offered, _) = offers_of(job)[5]  # type: ignore[arg-type]
+    sampling = SimpleNamespace(held=lambda step: [f"samples in flight after step {step}"])
+    settings = {"sampling": sampling, "states": {"": state}, "unconfirmed": {"loss": 1.0}}
+    job = SimpleNamespace(stops=stops, progress=Progress(step=5), **settings)
+    offers = offers_of(job)  # type: ignore[arg-type]
+    offered, _, held = offers[5]
     assert offered.unfinished == {"loss": 1.0} and offered.updates == 3
+    assert held == ["samples in flight after step 5"]
     assert job.progress.unfinished is None
     job.unconfirmed = None
     assert offers_of(job)[5][0].unfinished is None  # type: ignore[arg-type]
+
+
+def test_what_a_rank_kept_as_another_shard_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles are divided anew over other nodes, and what it kept would fill another part of the weights."""
+    monkeypatch.setattr(in_place, "KEPT", [{"weight": torch.ones(1)}])
+    monkeypatch.setattr(in_place, "offers", {"": {3: (Progress(step=3), [], [])}})
+    monkeypatch.setattr(in_place, "place_of_shards", ("actor", 1, 2))
+    in_place.placed("actor", 1, 2)
+    assert in_place.KEPT and in_place.offers
+    in_place.placed("actor", 0, 2)
+    assert not in_place.KEPT and not in_place.offers
+
+
+def test_each_run_of_a_sweep_remembers_its_own_choices(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "generation", place(store, 0))
+    chosen = []
+    for name, choice in (("a", "1"), ("b", "2"), ("a", "3")):
+        monkeypatch.setattr(in_place, "here", lambda name=name: SimpleNamespace(name=name))
+        chosen.append(in_place.remembered("cpu_linear", lambda choice=choice: choice))
+    assert chosen == ["1", "2", "1"]

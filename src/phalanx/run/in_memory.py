@@ -13,8 +13,8 @@ from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.mesh import World
 from phalanx.training.progress import Progress
 
-# By step: the counters after it, and this rank's part of each tensor.
-Offers = dict[int, tuple[Progress, list[Tensor]]]
+# By step: the counters after it, this rank's part of each tensor, and the samples in flight.
+Offers = dict[int, tuple[Progress, list[Tensor], list[Tensor]]]
 
 
 class KeptState(Protocol):
@@ -57,10 +57,10 @@ def offers_of(job: KeptJob) -> Offers:
         progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}
         after = copy(progress)
         after.unfinished = after.unfinished or job.unconfirmed  # the first rank may be lost before it wrote this row
-        offers[progress.step] = after, _parts(states, before=False)
+        offers[progress.step] = after, _parts(states, before=False), job.sampling.held(progress.step)
         copied = all(state.kept is not None for state in states)
     if copied:
-        offers[before.step] = before, _parts(states, before=True)
+        offers[before.step] = before, _parts(states, before=True), job.sampling.held(before.step)
     return offers
 
 
@@ -83,14 +83,15 @@ def leave(job: KeptJob) -> None:
     with suppress(OSError, RuntimeError):
         job.checkpointer.wait()
     with suppress(OSError, RuntimeError):
-        job.sampling.end()
+        if job.world.link is None:  # ranks of other roles notice for themselves
+            job.sampling.end()
         job.logger.close()
 
 
 @torch.no_grad()
-def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progress | None:
-    """Fill the states with the latest one that all ranks of a replica offer, and return its counters; None if there is
-    none. All ranks call this together, survivors with the same shards as before.
+def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> tuple[Progress, list[Tensor]] | None:
+    """Fill the states with the latest one that all ranks of a replica offer, and return its counters and samples in
+    flight; None if there is none. All ranks call this together, survivors with the same shards as before.
     """
     width = world.shard_size
     agreed = agreed_offer(all_gather_object(sorted(offers)), width)
@@ -98,18 +99,18 @@ def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progr
         return None
     step, first = agreed
     source = first + world.rank % width
-    progress, kept = offers[step] if world.rank == source else (None, [])
+    progress, kept, held = offers[step] if world.rank == source else (None, [], [])
     parts = _parts(list(states.values()), before=False)
     for part, value in zip(parts, kept, strict=True) if kept else ():
         part.copy_(value)
     group = world.mesh.get_group("replicate")
     for part in parts:
         dist.broadcast(part, source, group)
-    progress = broadcast_object(progress, first)
+    progress, held = broadcast_object((progress, held), first)
     assert progress is not None, "the source has it"
     for name, state in states.items():
         state.loaded(progress.updates_beside[name] if name else progress.updates)
-    return progress
+    return progress, held
 
 
 def agreed_offer(steps: list[list[int]], width: int) -> tuple[int, int] | None:
