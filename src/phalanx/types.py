@@ -334,8 +334,8 @@ class KeepsSamples(Protocol):
     def of_version(self, version: int) -> None:
         """The next samples are of weights that were trained for `version` steps, not for as many as `step` says."""
 
-    def in_flight(self, step: int) -> Tensor | None:
-        """The serialized samples, [K] uint8, that are pending after `step` training steps; None for none."""
+    def in_flight(self, step: int) -> Tensor:
+        """The serialized samples of all ranks, [K] uint8, that are pending after `step` training steps."""
 
 
 class Algorithm(Protocol):

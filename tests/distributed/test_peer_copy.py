@@ -92,13 +92,13 @@ def take_from_others(own: list[int | None], copies: dict[int, int]) -> tuple[lis
     world = world_of(4)
     had = own[rank]
     if had is not None:
-        offers[3, had] = Progress(step=3, updates=6), parts_after(3, had)
+        offers[3, had, 4] = Progress(step=3, updates=6), parts_after(3, had), []
     if rank in copies:
-        offers[3, copies[rank]] = None, [packed(parts_after(3, copies[rank]))]
+        offers[3, copies[rank], 4] = None, [packed(parts_after(3, copies[rank]))], []
     empty = [torch.zeros_like(part) for part in parts_after(3, rank)]
     state = State(world.mesh, empty)
-    progress = take(offers, {"": state}, world)
-    return state.parts, progress, state.updates
+    taken = take(offers, {"": state}, world)
+    return state.parts, None if taken is None else taken[0], state.updates
 
 
 @pytest.mark.parametrize(

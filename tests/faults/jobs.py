@@ -149,15 +149,15 @@ def kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without metrics of time and memory."""
-    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+def rows(folder: Path, run: str = "") -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, of a run of a sweep or of the job, without metrics of time and memory."""
+    lines = (folder / "out" / run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: Path, run: str = "") -> list[int]:
     """The steps of metrics.jsonl; empty if it does not exist yet."""
-    return [row["step"] for row in rows(folder)] if (folder / "out" / "metrics.jsonl").exists() else []
+    return [row["step"] for row in rows(folder, run)] if (folder / "out" / run / "metrics.jsonl").exists() else []
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -33,6 +33,7 @@ PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 def build(cfg: Any) -> Callable[[], None]:
     from phalanx.run.disaggregated.workers import RolloutWorker
     from phalanx.run.rl import Trainer
+    from phalanx.run.sweep import Sweep, built
     from phalanx.telemetry.timers import Timers
 
     own, seen = exit.rank(), [0]
@@ -58,10 +59,11 @@ def build(cfg: Any) -> Callable[[], None]:
             time.sleep(1000)
 
     def step_of() -> int:
-        return seen[0] if isinstance(trainer, RolloutWorker) else trainer.job.progress.step
+        first = trainer.jobs[0] if isinstance(trainer, Sweep) else trainer
+        return seen[0] if isinstance(first, RolloutWorker) else first.job.progress.step
 
     recipe = import_module(f"phalanx.run.{MODULE}")
-    trainer = recipe.build(cfg)
+    trainer = built(recipe.build, cfg)
     said = Path(cfg.trainer.output_dir).parent / f"phase_{own}"
     Timers.__call__ = phase  # type: ignore[method-assign]
     if isinstance(trainer, RolloutWorker):

@@ -376,7 +376,6 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
     ),
 ]
 NODE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=False)
-IN_PLACE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=True, in_place=True)
 LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
     (FlowRLConfig, (CONTEXT.replace("2", "3"),), NODE, "parallel.ulysses_sequence_parallel_size: 3 does not divide"),
     (
@@ -404,13 +403,6 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
         (),
         Ranks(8, 4, 4, apart=False, restarts=True, in_place=True),
         "parallel.fsdp_size: null: 8 ranks share the weights, and IN_PLACE=1 needs a whole copy on each node of 4",
-    ),
-    (LMRLConfig, ("placement={rollout: 0, actor: 1}",), IN_PLACE, "placement: ranks of other roles cannot go on"),
-    (
-        LMRLConfig,
-        ("sweep={optim.lr: [1e-3, 1e-4]}", "model.lora_rank=4"),
-        IN_PLACE,
-        "sweep: its runs share their ranks'",
     ),
 ]
 MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [

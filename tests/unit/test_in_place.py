@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx.distributed.launch_env import Launch
@@ -137,7 +138,9 @@ def copies(*keys: tuple[int, int]) -> Keys:
     ],
 )
 def test_the_latest_step_of_which_all_shards_are_left(offered: list[Keys], width: int, agreed: object) -> None:
-    assert agreed_offer(offered, width) == agreed
+    known = [{(*key, width): counts for key, counts in keys.items()} for keys in offered]
+    assert agreed_offer(known, width) == agreed
+    assert agreed_offer(known, width + 1) is None  # shards of other sizes
 
 
 def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
@@ -157,11 +160,33 @@ def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
 def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() -> None:
     model = SimpleNamespace(parameters={})
     state = SimpleNamespace(model=model, kept=None, applied=0, updates=3, local_parts=list, parts_before=list)
+    sampling = SimpleNamespace(held=lambda step: [f"samples in flight after step {step}"])
     job: Any = SimpleNamespace(stops=SimpleNamespace(before=Progress(step=4)), progress=Progress(step=5))
     vars(job).update(states={"": state}, unconfirmed={"loss": 1.0}, world=SimpleNamespace(rank=1, shard_size=2))
-    (offered, _) = offers_of(job)[5, 0]  # nothing is sharded
+    job.sampling = sampling
+    (offered, _, held) = offers_of(job)[5, 0, 1]  # nothing is sharded
     assert offered is not None and offered.unfinished == {"loss": 1.0} and offered.updates == 3
+    assert held == ["samples in flight after step 5"]
     assert job.progress.unfinished is None
     job.unconfirmed = None
-    (offered, _) = offers_of(job)[5, 0]
+    offered = offers_of(job)[5, 0, 1][0]
     assert offered is not None and offered.unfinished is None
+
+
+def test_what_a_rank_kept_as_another_shard_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles are divided anew over other nodes, and what it kept would fill another part of the weights."""
+    monkeypatch.setattr(in_place, "KEPT", [{"weight": torch.ones(1)}])
+    monkeypatch.setattr(in_place, "place_of_shards", ("actor", 1, 2))
+    in_place.placed("actor", 1, 2)
+    assert in_place.KEPT
+    in_place.placed("actor", 0, 2)
+    assert not in_place.KEPT
+
+
+def test_each_run_of_a_sweep_remembers_its_own_choices(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "generation", place(store, 0))
+    chosen = []
+    for name, choice in (("a", "1"), ("b", "2"), ("a", "3")):
+        monkeypatch.setattr(in_place, "here", lambda name=name: SimpleNamespace(name=name))
+        chosen.append(in_place.remembered("cpu_linear", lambda choice=choice: choice))
+    assert chosen == ["1", "2", "1"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.models.meeting import Meeting, Seat, pause, shared
+from phalanx.models.meeting import Disbanded, Meeting, Seat, pause, shared
 
 
 def meet(*jobs: Callable[[Seat], Any]) -> list[Any]:
@@ -141,3 +141,29 @@ def test_after_a_bug_nobody_gets_a_turn() -> None:
     with pytest.raises(RuntimeError, match="a bug"), meeting.seat(0, "first"):
         raise RuntimeError("a bug")
     assert not said
+
+
+def test_a_meeting_that_is_disbanded_ends_the_threads_that_wait() -> None:
+    """One waits for an answer, and one for its first turn."""
+    meeting, ended, threads = Meeting(3, {}), dict[int, bool](), list[threading.Thread]()
+
+    def run(number: int) -> None:
+        try:
+            with meeting.seat(number, str(number)):
+                if number == 1:
+                    raise KeyError
+                pause()
+        except Disbanded:
+            ended[number] = True
+        except KeyError:
+            ended[number] = False
+
+    for number in range(3):
+        threads.append(threading.Thread(target=run, args=(number,), daemon=True))
+        threads[-1].start()
+    threads[1].join(20)
+    assert ended == {1: False}
+    meeting.disband()
+    for thread in threads:
+        thread.join(20)
+    assert ended == {0: True, 1: False, 2: True}

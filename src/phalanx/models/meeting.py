@@ -23,6 +23,10 @@ _thread = threading.local()  # `seat`: the Seat of a thread in a meeting
 _rows: dict[int, int] = {}  # see `adapters`
 
 
+class Disbanded(BaseException):
+    """Raised in a thread of a meeting in which nobody gets a turn any more."""
+
+
 @dataclass
 class _Request:
     """A job's request: `together` answers the values of all requests of this key and mode of gradients at once."""
@@ -49,6 +53,7 @@ class Meeting:
         self._live = list(range(count))
         self._due = list(range(count))  # those that have a turn before requests are answered again
         self._requests: dict[int, _Request] = {}
+        self._disbanded = False
         # By job: those whose rows are in the graph of its passes. One backward pass frees the graph for all of them.
         self._joined: dict[int, set[int]] = defaultdict(set)
         self._pass_on()
@@ -59,7 +64,7 @@ class Meeting:
 
         At the end the job leaves the meeting, and the others go on; after an exception, nobody gets the turn any more.
         """
-        self._gates[number].acquire()
+        self._wait(number)
         _thread.seat = Seat(self, number, name)
         try:
             yield _thread.seat
@@ -72,10 +77,21 @@ class Meeting:
         """See Seat.ask."""
         self._requests[number] = request
         self._pass_on()
-        self._gates[number].acquire()
+        self._wait(number)
         if request.error is not None:
             raise request.error
         return request.answer
+
+    def disband(self) -> None:
+        """After an exception of one job, end the threads of all others, which wait for a turn: they raise Disbanded."""
+        self._disbanded = True
+        for gate in self._gates:
+            gate.release()
+
+    def _wait(self, number: int) -> None:
+        self._gates[number].acquire()
+        if self._disbanded:
+            raise Disbanded
 
     def _pass_on(self) -> None:
         """Give the turn to the next job; if all have asked, answer their requests first."""

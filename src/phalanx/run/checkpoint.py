@@ -95,7 +95,7 @@ class Checkpointer:
         self._begun = 0.0  # when it began, by time.monotonic
         self._failure: RuntimeError | None = None
         # the step of this run's newest complete checkpoint; valid after `wait`
-        self.saved_step = -1
+        self.saved_step = 0
         self.published: Callable[[Path], None] | None = None  # called on rank 0 for each new checkpoint, in its thread
 
     def locate(self, resume: str) -> Path | None:
@@ -155,7 +155,16 @@ class Checkpointer:
         problem = _first_problem(all_gather_object(problem, self.world.checkpoint_group))
         if problem is not None:
             raise ValueError(f"trainer.resume: {folder} cannot be loaded: {problem}")
-        return Progress(**read_meta(folder)["progress"])
+        progress = Progress(**read_meta(folder)["progress"])
+        self.saved_step = progress.step
+        return progress
+
+    def continues(self, step: int) -> None:
+        """A job goes on after `step` steps without a checkpoint: find out whether it has one. All ranks call this
+        together.
+        """
+        newest = self.newest()
+        self.saved_step = step if newest is not None and newest.name == f"step_{step:06d}" else 0
 
     def save(
         self,

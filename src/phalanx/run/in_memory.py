@@ -17,9 +17,9 @@ from phalanx.run.peer_copy import packed, unpack
 from phalanx.training.progress import Progress
 
 log = logging.getLogger(__name__)
-# By step and shard: the counters after the step, and this rank's part of each tensor; or no counters, and the bytes of
-# another rank's parts.
-Offers = dict[tuple[int, int], tuple[Progress | None, list[Tensor]]]
+# By step, shard and number of shards: the counters after the step, this rank's part of each tensor, and the samples in
+# flight; or no counters, and the bytes of another rank's parts.
+Offers = dict[tuple[int, int, int], tuple[Progress | None, list[Tensor], list[Tensor]]]
 
 
 class KeptState(Protocol):
@@ -58,17 +58,18 @@ def offers_of(job: KeptJob) -> Offers:
     """Return this rank's parts of the state after the last complete step and, if it has them, of that before it."""
     before, progress, offers = job.stops.before, job.progress, Offers()
     states = list(job.states.values())
-    shard = job.world.rank % width_of(states, job.world)
+    width = width_of(states, job.world)
+    shard = job.world.rank % width
     copied = all(state.kept is not None or not state.applied for state in states)
     if before.step < progress.step:  # the step is complete on this rank
         progress.updates = next(iter(states)).updates
         progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}
         after = copy(progress)
         after.unfinished = after.unfinished or job.unconfirmed  # the first rank may be lost before it wrote this row
-        offers[progress.step, shard] = after, parts_of(states)
+        offers[progress.step, shard, width] = after, parts_of(states), job.sampling.held(progress.step)
         copied = all(state.kept is not None for state in states)
     if copied:
-        offers[before.step, shard] = before, parts_of(states, before=True)
+        offers[before.step, shard, width] = before, parts_of(states, before=True), job.sampling.held(before.step)
     return offers
 
 
@@ -111,30 +112,30 @@ def leave(job: KeptJob) -> None:
     with suppress(OSError, RuntimeError):
         job.checkpointer.wait()
     with suppress(OSError, RuntimeError):
-        job.sampling.end()
+        if job.world.link is None:  # ranks of other roles notice for themselves
+            job.sampling.end()
         job.logger.close()
 
 
 @torch.no_grad()
-def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progress | None:
-    """Fill the states with the latest one whose shards ranks offer, and return its counters; None if there is none. All
-    ranks call this together.
+def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> tuple[Progress, list[Tensor]] | None:
+    """Fill the states with the latest one whose shards ranks offer, and return its counters and samples in flight; None
+    if there is none. All ranks call this together.
     """
     width = width_of(states.values(), world)
-    offered = all_gather_object({key: progress is not None for key, (progress, _) in offers.items()})
+    offered = all_gather_object({key: progress is not None for key, (progress, *_) in offers.items()})
     agreed = agreed_offer(offered, width)
     if agreed is None:
         return None
     step, sources, first = agreed
     parts, shard, roots = parts_of(states.values()), world.rank % width, list(sources)
-    progress: Progress | None = None
     parcels, senders = dict[int, Tensor](), list[int]()
     for number, source in enumerate(sources):
         if source % width == number:
             continue
         roots[number] = number  # of the ranks with this shard, the first one receives it from another
         if world.rank == source:
-            counters, given = offers[step, number]
+            counters, given, _ = offers[step, number, width]
             parcels[number] = given[0] if counters is None else packed(given)
         if world.rank == number:
             senders.append(source)
@@ -142,7 +143,7 @@ def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progr
     if senders:
         unpack(received[senders[0]], parts)
     elif world.rank == roots[shard]:
-        counters, given = offers[step, shard]
+        counters, given, _ = offers[step, shard, width]
         if counters is None:
             unpack(given[0], parts)
         else:
@@ -150,24 +151,27 @@ def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> Progr
     group = world.mesh.get_group("replicate") if width == world.shard_size else None
     for part in parts:
         dist.broadcast(part, roots[shard], group)
-    for (after, _), (counters, _) in offers.items() if world.rank == first else ():
-        if after == step and counters is not None:
-            progress = counters
-    progress = broadcast_object(progress, first)
+    complete = [
+        offer for (after, _, of), offer in offers.items() if (after, of) == (step, width) and offer[0] is not None
+    ]
+    progress, _, held = complete[0] if world.rank == first else (None, [], [])
+    progress, held = broadcast_object((progress, held), first)
     assert progress is not None, "the source has it"
     for name, state in states.items():
         state.loaded(progress.updates_beside[name] if name else progress.updates)
-    return progress
+    return progress, held
 
 
-def agreed_offer(offered: list[dict[tuple[int, int], bool]], width: int) -> tuple[int, list[int], int] | None:
+def agreed_offer(offered: list[dict[tuple[int, int, int], bool]], width: int) -> tuple[int, list[int], int] | None:
     """The latest step of which ranks offer all `width` shards, a rank for each shard, and one with the counters.
 
-    offered: by step and shard, whether a rank also has the counters.
+    offered: by step, shard and number of shards, whether a rank also has the counters.
     """
     holders, first = dict[tuple[int, int], int](), dict[int, int]()
     for rank, keys in enumerate(offered):
-        for (step, shard), counts in keys.items():
+        for (step, shard, of), counts in keys.items():
+            if of != width:
+                continue
             held = holders.get((step, shard))
             # one whose place is this shard's need not send it to another
             if held is None or (held % width != shard and rank % width == shard):

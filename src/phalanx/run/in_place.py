@@ -8,7 +8,7 @@ to see this writes the list of the next one. Its ranks build the job again, and 
 step from the memory of the survivors instead of from a checkpoint.
 
 Keys in the store, below `in_place/`: `came/<node>/<local rank>`, starts of this rank; `current`, the generation that
-trains; `ended`, the exit status of the job; `choice/<name>`, what rank 0 chose first (see phalanx.run.start); and
+trains; `ended`, the exit status of the job; `choice/<run>/<name>`, what rank 0 chose first (see phalanx.run.start); and
 for each generation `<number>/<node>/<local rank>` of those that want to join it, `<number>/nodes` that were chosen,
 `<number>/ports/<rank>`, on which a rank listens, and counts of ranks that have come so far or, as `<number>/left`, that
 want to join after they took part in the generation before.
@@ -23,8 +23,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from phalanx.config.messages import ConfigError
@@ -33,11 +35,12 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.exit import end, place, say
 from phalanx.kept import keep
+from phalanx.models.meeting import here
 from phalanx.run import watchdog
 from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, parts_of, take
 from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
-from phalanx.run.severed import listening_ports, sever
+from phalanx.run.severed import listening_ports, sever, unlisted
 from phalanx.training.progress import Progress
 
 PATIENCE_S = 600.0
@@ -173,10 +176,11 @@ class Generation:
 
 
 generation: Generation | None = None  # None: a lost rank ends the job
-lost_groups: list[dist.ProcessGroup] = []  # see drop_groups
+lost_groups: list[Any] = []  # see drop_groups
+place_of_shards: tuple[str, int, int] | None = None  # see `placed`
 watched: list[int] = []  # the nodes of the generation to which the watch belongs
-job: KeptJob | None = None  # that trains now
-offers: Offers = {}  # what the last generation's job could offer
+jobs: dict[str, KeptJob] = {}  # that train now, by the name of a sweep's run
+offers: dict[str, Offers] = {}  # what those of the last generation could offer
 peer = PeerCopy()  # what this rank keeps for another one
 
 
@@ -208,7 +212,6 @@ def survives(error: BaseException, lost: bool) -> bool:
 
 
 def _goes_on(error: BaseException, lost: bool) -> bool:
-    global job, offers
     watch = watchdog.current
     if generation is None or not (lost or isinstance(error, Regroup | dist.DistError)):
         return False
@@ -217,32 +220,33 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
     began = time.monotonic()
     if watch is not None:
         watch.patient = True
-    width = 1
-    if job is not None:
-        width, KEPT[:] = job.world.shard_size, frozen_of(job)
-        offers = {of: (None, [memory]) for of, memory in peer.copies.items()} | offers_of(job)
+    for name, job in jobs.items():
+        offers[name], KEPT[:] = offers_of(job), frozen_of(job)  # the runs of a sweep share what is frozen
+        if job.copies:
+            width = job.world.shard_size
+            offers[name] |= {(*of, width): (None, [memory], []) for of, memory in peer.copies.items()}
     generation.sever()  # others may still wait for this rank
-    if job is not None:
+    for job in jobs.values():
         leave(job)
-        job = None
+    jobs.clear()
     local = generation.launch.local_world_size
 
     def dead() -> set[int]:
         return set() if watch is None else {watched[rank // local] for rank in watch.silent()}
 
+    lost_groups.extend(unlisted)
+    unlisted.clear()
     if dist.is_initialized():
         lost_groups.extend(distributed_c10d._world.pg_map)
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which groups are named; one that could not connect has counted
-    shard = Launch.from_env().rank % width
     generation.register(dead)
-    if Launch.from_env().rank % width != shard:
-        KEPT.clear()  # this rank's frozen parts are others now
     if Launch.from_env().rank == 0:
         names = ", ".join(map(str, generation.chosen(generation.number)))
-        step = max(offers)[0] if offers else None
-        say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}; the last step is {step}")
+        steps = sorted({max(each)[0] for each in offers.values() if each})
+        last = f"; the last step is {', '.join(map(str, steps))}" if steps else ""
+        say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}{last}")
     return True
 
 
@@ -293,34 +297,48 @@ def watching(before: watchdog.Watch | None) -> None:
             before.retire()
 
 
-def begin(each: KeptJob) -> None:
-    """A job begins, whose state is to survive the loss of other ranks."""
-    global job
+def placed(role: str, shard: int, width: int) -> None:
+    """This rank has a role and, of `width` shards, this one. Frozen weights that it kept of another one are dropped."""
+    global place_of_shards
+    if place_of_shards != (role, shard, width):
+        KEPT.clear()
+    place_of_shards = role, shard, width
+
+
+def _run() -> str:
+    seat = here()
+    return "" if seat is None else seat.name
+
+
+def begin(each: KeptJob | None) -> None:
+    """A job begins, whose state is to survive the loss of other ranks; None: one without a state."""
     if generation is not None:
-        job = each
-        offers.clear()
+        offers.pop(_run(), None)
+        if each is not None:
+            jobs[_run()] = each
         generation.publish()
         copy_state()
 
 
 def copy_state() -> None:
     """Exchange the state with other nodes after a complete step, if the job does so; all ranks call this together."""
+    job = jobs.get(_run())
     if job is not None and job.copies:
         with job.timers("peer_copy"):
             peer.update(parts_of(job.states.values()), job.progress.step, job.world)
 
 
-def taken(states: Mapping[str, KeptState], world: World) -> Progress | None:
-    """Take the state that survivors have, in place; None in the first generation, and if there is none. All ranks call
-    this together.
+def taken(states: Mapping[str, KeptState], world: World) -> tuple[Progress, list[Tensor]] | None:
+    """Take the state that survivors have, in place; its counters and samples in flight, None in the first generation
+    and if there is none. All ranks call this together.
     """
     if generation is None or not generation.number:
         return None
-    progress = take(offers, states, world)
-    peer.keep(None if progress is None else progress.step)
-    if progress is None and world.rank == 0:
+    state = take(offers.get(_run(), {}), states, world)
+    peer.keep(None if state is None else state[0].step)
+    if state is None and world.rank == 0:
         say("no rank has the state after the last step: the job starts from its last checkpoint")
-    return progress
+    return state
 
 
 def ended(status: int) -> None:
@@ -339,9 +357,9 @@ def met() -> dist.Store | None:
     return dist.PrefixStore("meet", generation.at(generation.number))
 
 
-def waiting() -> bool:
-    """Whether a node waits to join; asked on rank 0."""
-    return generation is not None and Launch.from_env().rank == 0 and generation.waiting()
+def waiting(world: World) -> bool:
+    """Whether a node waits to join; asked on rank 0 of those that train."""
+    return generation is not None and world.rank == 0 and generation.waiting()
 
 
 def without(size: int) -> str:
@@ -356,7 +374,7 @@ def remembered(name: str, choose: Callable[[], str]) -> str:
     """The choice `name` of rank 0 at the start of the job; on rank 0."""
     if generation is None:
         return choose()
-    key = f"choice/{name}"
+    key = f"choice/{_run()}/{name}"
     if not generation.store.check([key]):
         generation.store.set(key, choose())
     return generation.store.get(key).decode()

@@ -78,14 +78,13 @@ class Job:
         self.progress = self._resume_progress()
         if (problem := self._not_finite()) is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
-        self.checkpointer.saved_step = self.progress.step
         self.stops = Stops(world, self.states, self.progress, timers)
         several = sum(state.optimizer.total_updates for state in self.states.values()) > total_steps
         goes_on = in_place.generation is not None
         self.copies = copies_to_peers(cfg.trainer.peer_copy, self.states.values(), world, in_place=goes_on)
         for state in self.states.values():
             undoes = state.model.lora or self.copies if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
-            state.undoes = (several or goes_on) and undoes and world.link is None
+            state.undoes = undoes and (goes_on or (several and world.link is None))
         self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = self._skipped = 0  # skipped: updates of policies and critic since this start of the job
@@ -150,7 +149,6 @@ class Job:
         self.world.watch.listen()
         try:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps) as self.rank_files:
-                in_place.begin(self)
                 self._run_loop(fit, report)
         finally:
             folder_lock.release(self.output_dir)
@@ -190,6 +188,7 @@ class Job:
         interrupted when the run stopped.
         """
         self.sampling.begin(self.progress.step, self.total_steps, self.kept)
+        in_place.begin(self)
         if self.progress.unfinished is not None:
             self.end_step(self.progress.step, self.progress.unfinished)
         elif self.progress.step == 0 and self.cfg.trainer.val_before_train and self.sampling.validates:
@@ -240,7 +239,7 @@ class Job:
             if not self.progress.ended:
                 check_metric(t, row, step, self.checkpointer)
         if not last:
-            _, stop = agree(None, self.world.watch.stop or (in_place.REGROUP if in_place.waiting() else 0))
+            _, stop = agree(None, self.world.watch.stop or (in_place.REGROUP if in_place.waiting(self.world) else 0))
             self.unconfirmed = None
             if stop == in_place.REGROUP:
                 raise in_place.Regroup
@@ -364,10 +363,11 @@ class Job:
         return signature
 
     def _resume_progress(self) -> Progress:
-        in_memory = in_place.taken(self.states, self.world)
-        if in_memory is not None:
-            self.kept = []
-            return in_memory
+        if (in_memory := in_place.taken(self.states, self.world)) is not None:
+            progress, self.kept = in_memory
+            self.checkpointer.continues(progress.step)
+            self.total_steps = progress.step if progress.ended else self.total_steps
+            return progress
         folder = self.checkpointer.locate(self.cfg.trainer.resume)
         self.kept = [] if folder is None else kept_in_flight(folder)
         if folder is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT, Watch, World
 from phalanx.run.roles import Roles
+from phalanx.run.severed import unlisted
 from phalanx.types import JobError
 
 NO_LIMIT = timedelta(days=365)
@@ -52,7 +53,11 @@ class Order:
 class Link:
     """This rank's membership in the groups across roles. All ranks of the world create one at the same point."""
 
-    def __init__(self, roles: Roles, rank: int, store: dist.Store, device: torch.device) -> None:
+    def __init__(
+        self, roles: Roles, rank: int, store: dist.Store, device: torch.device, limit: timedelta = NO_LIMIT
+    ) -> None:
+        """limit: to connect to the other ranks."""
+        self._connects = limit
         self.roles, self.rank, self.role = roles, rank, roles.of(rank)
         self.world_size = roles.world_size
         everyone = range(roles.world_size)
@@ -73,8 +78,12 @@ class Link:
         if device == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NO_LIMIT
-            return dist.ProcessGroupNCCL(prefixed, number, len(ranks), options)
-        return dist.ProcessGroupGloo(prefixed, number, len(ranks), NO_LIMIT)
+            group: Any = dist.ProcessGroupNCCL(prefixed, number, len(ranks), options)
+        else:
+            group = dist.ProcessGroupGloo(prefixed, number, len(ranks), self._connects)
+            group._set_default_timeout(NO_LIMIT)
+        unlisted.append(group)
+        return group
 
     # -- orders -----------------------------------------------------------------------------------
 
@@ -91,6 +100,7 @@ class Link:
         for group in (self._weights, self._gate, self._samples, self._control):
             if group is not None:
                 group.shutdown()
+        unlisted.clear()
 
     def meet_role(self) -> None:
         """Barrier of all ranks of this role without a time limit, before their collectives that have one."""

@@ -9,11 +9,13 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
 
 LISTENS = "0A"  # a state in /proc/net/tcp
+unlisted: list[Any] = []  # process groups that torch.distributed does not list, those across roles
 
 
 def listening_ports() -> set[int]:
@@ -45,6 +47,8 @@ def sever(ports: Iterable[int]) -> None:
             ):
                 copy.shutdown(socket.SHUT_RDWR)
     if torch.cuda.is_available():
+        for group in unlisted:
+            group.abort()
         distributed_c10d._abort_process_group()
 
 

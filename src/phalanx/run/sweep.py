@@ -20,6 +20,7 @@ from phalanx.config.run import RunConfig
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.meeting import Meeting
+from phalanx.run import in_place
 from phalanx.run.cli import RUN
 from phalanx.run.kind import kind_of
 from phalanx.run.telemetry.run_folder import METRICS_FILE
@@ -104,13 +105,19 @@ class Sweep:
             else:
                 ended.put((number, problem))
 
+        threads = []
         for number, name in enumerate(self.names):
-            threading.Thread(target=run, args=(number,), name=f"{RUN}{name}", daemon=True).start()
+            threads.append(threading.Thread(target=run, args=(number,), name=f"{RUN}{name}", daemon=True))
+            threads[-1].start()
         errors = {}
         for _ in self.names:
             number, problem = ended.get()
             if number < 0:
                 assert problem is not None
+                if in_place.generation is not None:  # the process may go on, without these threads and their jobs
+                    meeting.disband()
+                    for thread in threads:
+                        thread.join()
                 raise problem
             if problem is not None:
                 errors[self.names[number]] = problem

@@ -147,7 +147,11 @@ class Validator:
 
     def in_flight(self, step: int) -> Tensor | None:
         """See Sampling: the samples in flight of a rollout that keeps some."""
-        return None if self.keeps is None else self.keeps.in_flight(step)
+        return None if self.keeps is None or self.world.rank else self.keeps.in_flight(step)
+
+    def held(self, step: int) -> list[Tensor]:
+        """See Sampling."""
+        return [] if self.keeps is None else [self.keeps.in_flight(step)]
 
     def end(self, stop: int = 0) -> None:
         """Close the rollout; there are no ranks of other roles."""

@@ -121,7 +121,7 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
         limit = min(timeout, most)
         if not roles.collocated:
             take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
-            store = dist.PrefixStore(start, meet(whole, timeout))
+            store = later or dist.PrefixStore(start, meet(whole, timeout))
             joined: dist.Store = dist.PrefixStore(f"role/{role}", store)
             dist.init_process_group(backend, None, limit, launch.world_size, launch.rank, joined)
         elif not dist.is_initialized():
@@ -137,8 +137,9 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
         # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in
         # different orders on different ranks, so that thread has a separate group.
         checkpoint_group = group_of(range(launch.world_size), min(slow, most.total_seconds()))
+        link = None if roles.collocated else Link(roles, whole.rank, store, device, limit)
     count_once(config.ulysses_sequence_parallel_size)
-    link = None if roles.collocated else Link(roles, whole.rank, store, device)
+    in_place.placed(role, launch.rank % width, width)
     watch = _start_watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
     _limit(timeout, dist.group.WORLD, *groups)  # subgroups do not inherit the default group's limit
     _limit(group_timeout(slow), checkpoint_group)
@@ -160,7 +161,10 @@ def use_device(device: torch.device) -> None:
 def world_of_run(world: World, config: ParallelConfig) -> World:
     """The world of one of the jobs that share it: its own group to write checkpoints, and a watch that they share."""
     use_device(world.device)
-    group = group_of(range(world.size), max(config.timeout_s, CHECKPOINT_S))
+    slow = max(config.timeout_s, CHECKPOINT_S)
+    with in_place.connecting() as most:
+        group = group_of(range(world.size), min(slow, most.total_seconds()))
+    _limit(group_timeout(slow), group)
     return replace(world, checkpoint_group=group, watch=_SharedWatch(world.watch))
 
 

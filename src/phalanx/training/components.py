@@ -90,6 +90,9 @@ class Sampling(Protocol):
     def in_flight(self, step: int) -> Tensor | None:
         """Bytes [K] uint8 of this rank's samples already drawn for training after `step` steps; None if none."""
 
+    def held(self, step: int) -> list[Tensor]:
+        """The results of `in_flight` of all ranks, as far as this rank has them, too."""
+
     def end(self, stop: int = 0) -> None:
         """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
 

@@ -97,7 +97,7 @@ class PartialRollout:
         self._step = 0  # number of training steps that have their samples
         self._saved: dict[str, Tensor] = {}  # a checkpoint's groups, until the prompts are available
         self._version: int | None = None  # see of_version
-        self._waiting: tuple[int, dict[str, Tensor]] = -1, {}  # on the first rank: the last step begun, and what waited
+        self._waiting: tuple[int, dict[str, Tensor]] = -1, {}  # the last step begun, and what waited
         self._row: dict[str, float] = {}
         self._given: list[Prompt] = []  # the prompts of the last step
         self._versions: list[list[int]] = []  # of the last samples, the steps that drew their tokens
@@ -123,10 +123,8 @@ class PartialRollout:
     def _version_at(self, step: int) -> int:
         return step if self._version is None else self._version
 
-    def in_flight(self, step: int) -> Tensor | None:
-        """Bytes [K] uint8 of the groups that wait after `step` training steps; on the first rank only."""
-        if self.world.rank != 0:
-            return None
+    def in_flight(self, step: int) -> Tensor:
+        """Bytes [K] uint8 of the groups that wait after `step` training steps; equal on all ranks."""
         begun, tensors = self._waiting
         if step != begun:  # it has its samples; otherwise the job has stopped within the next step, which is repeated
             tensors = self._saved or self._tensors()
@@ -183,8 +181,7 @@ class PartialRollout:
         self.rollout.prepare(batches, step, end)
         self._batches = batches
         saved, self._saved = self._saved, {}
-        if self.world.rank == 0:
-            self._waiting = step, saved or self._tensors()
+        self._waiting = step, saved or self._tensors()
         if saved:
             self._restore(saved)
         last = min(self._pool + step * self._prompts, end * self._prompts)

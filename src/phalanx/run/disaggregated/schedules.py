@@ -147,6 +147,11 @@ class Schedule:
         """Samples that the rollout keeps, on the first rank; none are drawn ahead."""
         return self._pending.get(step) if self.world.lead else None
 
+    def held(self, step: int) -> list[Tensor]:
+        """See phalanx.training.components.Sampling."""
+        pending = self._pending.get(step)
+        return [] if pending is None else [pending]
+
 
 class OneStepOffSchedule(Schedule):
     """Draws the samples of the next step during the training of a step, with weights that are one step old."""

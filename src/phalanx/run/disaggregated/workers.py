@@ -17,6 +17,7 @@ from phalanx.distributed.mesh import INFERENCE, ROLLOUT, World
 from phalanx.exit import Stopped, speak_for_role
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.rescore import rescore
+from phalanx.run import in_place
 from phalanx.run.disaggregated.wire import Mail, serialize_records, stopped
 from phalanx.run.link import VALIDATION, Order
 from phalanx.run.start import JobComponents
@@ -79,6 +80,7 @@ class Worker(ABC):
         begins = link.announce()
         if self.keeps is not None:
             self.keeps.begin(*begins)
+        in_place.begin(None)
         while True:
             with self.timers("idle"):
                 order = link.order()
@@ -157,10 +159,10 @@ class RolloutWorker(Worker):
             self.mail.send(None, stop.number)
             return
         samples = collected.samples
-        if self.keeps is not None:
-            pending = self.keeps.in_flight(step + 1)
-        else:
+        if self.keeps is None:
             samples = replace(samples, version=torch.full((self.plan.per_rank,), version))
+        elif self.world.rank == 0 or in_place.generation is not None:  # any rank of the actor may survive alone
+            pending = self.keeps.in_flight(step + 1)
         row = collected.row | self.pace.row(ROLLOUT)
         self.mail.send(replace(collected, samples=samples, row=row, pending=pending), self._stop)
 

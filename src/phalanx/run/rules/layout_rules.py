@@ -69,8 +69,4 @@ LAUNCH_RULES = (
          lambda c, w: w.in_place and w.width > w.node and not c.trainer.peer_copy and not _replicates(c),
          ": {w.width} ranks share the weights, and IN_PLACE=1 needs a whole copy on each node of {w.node}; expected at "
          "most {w.node}, trainer.peer_copy=true, or no IN_PLACE"),
-    Rule("placement", RL, lambda c, w: w.in_place and c.placement,
-         "placement: ranks of other roles cannot go on without those that are lost; leave placement or IN_PLACE=1 out"),
-    Rule("sweep", RUN, lambda c, w: w.in_place and c.sweep,
-         "sweep: its runs share their ranks' processes, which IN_PLACE=1 builds again; leave one of the two out"),
 )  # fmt: skip
