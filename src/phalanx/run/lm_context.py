@@ -76,22 +76,22 @@ class Contexts:
             if prompt.images and sum(message["content"].count(MARK) for message in first) != len(prompt.images):
                 first = []  # a text of the environment has a mark, too
             asked.append(replace(prompt, messages=first or prompt.messages))
-            known = {"environment": _answers(messages[len(first) :])}
+            known = {"environment": _environment_texts(messages[len(first) :])}
             known["reward"] = feedback[number] if feedback else ""
-            known["peer"] = _peer(number, n, right, responses) if responses else ""
+            known["peer"] = _peer_response(number, n, right, responses) if responses else ""
             known["column"] = _column(prompt, self.config) if "column" in self.config.context else ""
             parts = []
             for source in self.config.context:
                 if known[source].strip():
                     parts.append(self._forms[source].format(text=known[source].strip()))
             texts.append("\n\n".join(parts))
-        told = on_all_ranks(lambda: self._fitted(asked, texts))
+        told = on_all_ranks(lambda: self._fitting_prompts(asked, texts))
         prompts = []
         for prompt, tokens in zip(samples.prompts, told, strict=True):
             prompts.append(replace(prompt, told=tokens))
         return replace(samples, prompts=prompts)
 
-    def _fitted(self, asked: list[Prompt], texts: list[str]) -> list[tuple[int, ...]]:
+    def _fitting_prompts(self, asked: list[Prompt], texts: list[str]) -> list[tuple[int, ...]]:
         """The teacher's prompts, none for samples without a text. What is too long for the model's positions is cut."""
         policy, longest = self.policy, positions(self.policy.settings)
         told: list[tuple[int, ...]] = [()] * len(texts)
@@ -117,7 +117,7 @@ def _column(row: Prompt, config: Any) -> str:
     return text
 
 
-def _peer(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) -> str:
+def _peer_response(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) -> str:
     """The next successful response after sample `number` in its group; none but its own: an empty text."""
     first = number // n * n
     for step in range(1, n):
@@ -127,7 +127,7 @@ def _peer(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) 
     return ""
 
 
-def _answers(messages: Sequence[dict[str, Any]]) -> str:
+def _environment_texts(messages: Sequence[dict[str, Any]]) -> str:
     """The texts of the environment among these messages."""
     return "\n".join(message["content"] for message in messages if message["role"] != "assistant")
 
