@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import MARK, message_parts
+from phalanx.data.unusable import context_of
 from phalanx.distributed.collectives import all_gather_rows, on_all_ranks
 from phalanx.environments.texts import in_texts, shortened
 from phalanx.models.lm.chat import chat_messages, prompt_tokens
@@ -33,7 +34,7 @@ def with_column(rows: list[Prompt], policy: LMPolicy, config: Any) -> list[Promp
     images. Raises DataError for a row without the text, or with a text that is too long for the model.
     """
     result = []
-    texts = list(map(partial(_column, config=config), rows))
+    texts = list(map(partial(context_of, key=config.context_key), rows))
     for row, tokens in zip(rows, _told(rows, texts, policy, config), strict=True):
         longest = positions(policy.settings)
         length = len(tokens) + policy.data.max_response_length
@@ -50,7 +51,7 @@ def check_rows(rows: list[Prompt], config: Any) -> None:
     """Raise DataError for a row without the text of the context's column, if it has one."""
     if "column" in config.context:
         for row in rows:
-            _column(row, config)
+            context_of(row, config.context_key)
 
 
 class Contexts:
@@ -79,7 +80,7 @@ class Contexts:
             known = {"environment": _environment_texts(messages[len(first) :])}
             known["reward"] = feedback[number] if feedback else ""
             known["peer"] = _peer_response(number, n, right, responses) if responses else ""
-            known["column"] = _column(prompt, self.config) if "column" in self.config.context else ""
+            known["column"] = context_of(prompt, self.config.context_key) if "column" in self.config.context else ""
             parts = []
             for source in self.config.context:
                 if known[source].strip():
@@ -108,13 +109,6 @@ class Contexts:
                     long.append(place)
             places = [place for place in long if texts[place]]
         return told
-
-
-def _column(row: Prompt, config: Any) -> str:
-    text = row.meta.get(config.context_key)
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{row.place}: no text in the column {config.context_key}; see algorithm.context_key")
-    return text
 
 
 def _peer_response(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from phalanx.config.lm import LMRLConfig, LMRolloutConfig, LMRunConfig, LMTurnRu
 from phalanx.config.messages import ConfigError
 from phalanx.config.section import copy_with
 from phalanx.config.trained_model import LMModelConfig
-from phalanx.data.unusable import UnusableRows
+from phalanx.data.unusable import UnusableRows, above_limit
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments, with_tools
@@ -308,10 +308,8 @@ def fitting_prompts(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bo
                 f"{smaller}or set data.overlong_prompts to filter"
             )
         elif overlong == "error":
-            raise ValueError(
-                f"{row.place or f'{key}, prompt {number}'}: it has {length} tokens with the chat template, more than "
-                f"data.max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
-            )
+            where = f"{row.place or f'{key}, prompt {number}'}: it"
+            raise above_limit(where, f"{length} tokens with the chat template", "data.max_prompt_length", limit)
     drop.report(len(rows) - len(drop.reasons))
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
