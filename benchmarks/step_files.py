@@ -54,7 +54,7 @@ def traced(kind: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.chdir(ROOT)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a thread of the job may still write
         keys = [*RUN, f"trainer.output_dir={folder}"]
         if kind == "flow":
             from phalanx.config.flow import FlowRLConfig

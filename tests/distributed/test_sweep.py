@@ -31,7 +31,7 @@ def train(cfg: Any) -> tuple[dict[str, dict[str, torch.Tensor]], set[int]]:
         return together(calls)
 
     shared_base.together = partial(counted, shared_base.together)
-    joined_steps._together = partial(counted, joined_steps._together)
+    joined_steps._joined_pass = partial(counted, joined_steps._joined_pass)
     job = built(rl.build, cfg)
     job.run()
     jobs = dict(zip(cfg.runs, job.jobs, strict=True)) if cfg.runs else {"": job}

@@ -87,9 +87,9 @@ def step_files(kind: str) -> str:
     return done.stdout
 
 
-@pytest.mark.seldom("text-35")
+@pytest.mark.seldom("text-34")
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "most"), [("flow", 36), ("text", 35)])
+@pytest.mark.parametrize(("kind", "most"), [("flow", 34), ("text", 34)])
 def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
     """So that a reader can follow a step: at most seven of the core's files are in training/, and three are about the
     job.

@@ -123,7 +123,7 @@ def test_fused_scores(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of torch.compile are the same up to rounding, and one graph serves all numbers of rows."""
     compiled = cache(partial(torch.compile, backend=backend, fullgraph=True, dynamic=True))
     choose = lambda function, fused: compiled(function) if fused else function  # noqa: E731
-    monkeypatch.setattr("phalanx.functional.scores._compiled", choose)
+    monkeypatch.setattr("phalanx.functional.scores._compiled_if_fused", choose)
     head = torch.nn.Linear(8, 300, bias=False)
     for rows in (9, 4, 7):
         tokens, results = torch.arange(rows), []

@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant("experts", EXPERTS, "torch.arange(counts.shape[1], device=rows.device)", "torch.arange(counts.shape[1])"),
     Mutant("sleeping_rollout", TEXT_ENGINE, "torch.cuda.empty_cache()", "pass"),
     Mutant("sleeping_rollout", TEXT_ENGINE, 'self._llm.wake_up(tags=["weights"])', "pass"),
-    Mutant("sleeping_rollout", TEXT_ENGINE, "self.refresh(self._receipt.noted(self._cast(weights)))", "pass"),
+    Mutant("sleeping_rollout", TEXT_ENGINE, "self.refresh(self._receipt.noted(self._cast_weights(weights)))", "pass"),
     Mutant("sleeping_rollout", TEXT_ENGINE, 'self._llm.wake_up(tags=["kv_cache"])', "pass"),
     Mutant(
         "sleeping_rollout",

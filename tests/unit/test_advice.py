@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.telemetry.advice import PATIENCE, SAME_STEPS, Advisor, is_training_row
+from phalanx.run.telemetry.advice import PATIENCE, SAME_STEPS, Advisor
+from phalanx.telemetry.timers import is_training_row
 from tests.helpers.logs import start
 
 LEARNS = {"reward/mean": 0.5, "reward/std": 0.25, "reward/max": 1.0, "reward/min": 0.0, "reward/zero_std_ratio": 0.25}

@@ -45,6 +45,12 @@ def test_mistakes_in_a_section(override: str, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
+def test_a_section_that_is_none_is_named_beside_old_keys_too() -> None:
+    with pytest.raises(ConfigError) as error:
+        partial("rollout.partial_rollout=maybe", *OLD[1:])
+    assert str(error.value).startswith("rollout.partial_rollout: expected a section, true or false, got 'maybe'; its k")
+
+
 def test_old_names_are_read_and_answered_with_the_new(caplog: pytest.LogCaptureFixture) -> None:
     assert partial(*OLD) == PartialRolloutConfig(over_sampling_batch_size=64, tokens=4)
     assert sorted(caplog.messages) == [

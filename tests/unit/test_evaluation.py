@@ -267,6 +267,6 @@ def test_the_tasks_date_precedes_that_of_the_run(
     words: list[str], date: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = LMTurnRunConfig(LMModelConfig(path="base"), data=LMDataConfig(chat_template_date="2026-01-31"))
-    monkeypatch.setattr(candidate, "_open", lambda *_: Trained(tmp_path, run, "model", {}))
+    monkeypatch.setattr(candidate, "_open_checkpoint", lambda *_: Trained(tmp_path, run, "model", {}))
     given = ["checkpoint=run", "data.val_files=[held_out.jsonl]", "reward.functions=[{name: gsm8k}]", *words]
     assert read_candidate(load_config(EvaluateConfig, None, given)).run.data.chat_template_date == date

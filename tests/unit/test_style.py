@@ -17,6 +17,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Names of variables that tell a reader nothing about their values.
 VAGUE = {"found", "own", "said", "mine", "whose", "how"}
 MAX_COMPREHENSIONS = 25  # per 1,000 lines of src
+# per 100 functions: a name of one word, such as `read`, cannot be searched for, and interfaces have enough of them
+MAX_ONE_WORD = 45
 MAX_FUNCTION = 72  # lines without docstring and lines of only comments
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Where the method itself stands, a reader needs more comments than elsewhere: lines of comments per 100 lines of code.
@@ -55,6 +57,13 @@ def questions(source: str) -> list[str]:
 
 def comprehensions(source: str) -> int:
     return sum(isinstance(node, COMPREHENSIONS) for node in ast.walk(ast.parse(source)))
+
+
+def functions_and_one_word(source: str) -> tuple[int, int]:
+    """How many functions there are without those that Python calls, and how many of them have names of one word."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    names = [node.name for node in nodes if not node.name.startswith("__")]
+    return len(names), sum("_" not in name.strip("_") for name in names)
 
 
 def comments_per_100(source: str) -> float:
@@ -102,6 +111,12 @@ def test_comprehensions_are_few() -> None:
     assert 1000 * count / lines <= MAX_COMPREHENSIONS
 
 
+def test_most_names_can_be_searched_for() -> None:
+    counts = [functions_and_one_word(path.read_text()) for path in FILES]
+    every, short = (sum(count) for count in zip(*counts, strict=True))
+    assert 100 * short / every <= MAX_ONE_WORD
+
+
 @pytest.mark.parametrize("name", COMMENTED)
 def test_the_method_is_commented(name: str) -> None:
     assert comments_per_100((SOURCE / name).read_text()) >= MIN_COMMENTS
@@ -126,7 +141,9 @@ def test_a_long_function_is_refused() -> None:
     assert long_functions(head + "    x = 1\n" * MAX_FUNCTION) == [f"f: {MAX_FUNCTION + 1}"]
 
 
-def test_comprehensions_and_comments_are_counted() -> None:
+def test_comprehensions_comments_and_names_are_counted() -> None:
+    assert functions_and_one_word("class A:\n    def __len__(self): ...\n    async def _read(self): ...") == (1, 1)
+    assert functions_and_one_word("def read_file(): ...\ndef of(): ...\ndef _read_all_(): ...") == (3, 1)
     assert comprehensions("a = [x for x in y]\nb = {x: 1 for x in y}\nc = sum(x for x in {z for z in y})") == 4
     assert comments_per_100('"""Doc."""\na = 1  # why\n\n# how\nb = 2\n') == 100
     assert comments_per_100("a = '# text'\nb = 2\n") == 0

@@ -148,7 +148,7 @@ def test_a_configuration_of_nested_anchors_is_one_line(tmp_path: Path) -> None:
 
 
 def test_every_place_that_resolves_code_is_known() -> None:
-    """A new key that names code has to be told to `trust._foreign`, or is not one of a checkpoint's run."""
+    """A new key that names code has to be told to `trust._foreign_parts`, or is not one of a checkpoint's run."""
     callers = set()
     for file in SOURCE.rglob("*.py"):
         names = {"resolve_object", "resolve_registry", "import_file", "import_dotted"}

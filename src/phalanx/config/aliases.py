@@ -16,7 +16,7 @@ NOT_JOINT = {
 }
 
 
-def _joint(key: str, known: Collection[str]) -> str | None:
+def _joint_alias(key: str, known: Collection[str]) -> str | None:
     """Like `alias`, for the keys of a joint run."""
     name = key.removeprefix("writer.").removeprefix("painter.")
     for section, reason in NOT_JOINT.items():
@@ -44,18 +44,18 @@ def alias(key: str, known: Collection[str]) -> str | None:
     known: the keys of this job. Returns None for any other key.
     """
     if "painter.model.path" in known:
-        return _joint(key, known)
+        return _joint_alias(key, known)
     if key == "policy" and "prompts" in known:
         return "of a joint run, tasks/sample.py takes the painter and tasks/generate.py the writer; leave it out"
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # this job has no critic
-    words = counterpart(key, known, _trainers(known))
+    words = counterpart(key, known, _trainers_with(known))
     if words is None:
         return None
     return f"here it is {words}" if words else "here there is nothing to set for it"
 
 
-def _trainers(known: Collection[str]) -> list[str]:
+def _trainers_with(known: Collection[str]) -> list[str]:
     """The trainers, by the names of their sections, that have jobs with these keys."""
     trainers = ["rlinf"] if "environment.path" in known else []
     if "data.rejected_key" in known:

@@ -58,12 +58,12 @@ def dotted(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _check(key: str, values: Any) -> None:
-    if not _within(key, SWEPT):
+    if not _is_within(key, SWEPT):
         raise ConfigError(
             f"sweep.{key}: all runs of a sweep share the model, the ranks and the data; expected keys of "
             f"{', '.join(SWEPT[:-1])} or {SWEPT[-1]}"
         )
-    if _within(key, FIXED):
+    if _is_within(key, FIXED):
         raise ConfigError(f"sweep.{key}: what all runs of a sweep share depends on it; expected a sweep for each value")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"sweep.{key}: expected a list of values, got {cut(json.dumps(values))}")
@@ -78,6 +78,6 @@ def _parts(config: Any, keys: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}={value}".replace("/", "_").replace(" ", "")
 
 
-def _within(key: str, sections: Sequence[str]) -> bool:
+def _is_within(key: str, sections: Sequence[str]) -> bool:
     """Whether a key is one of these, or in one of these sections."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)

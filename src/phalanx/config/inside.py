@@ -21,16 +21,16 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
     """Open a file to read."""
-    with _parent(folder, name) as (parent, last):
-        return os.fdopen(_opened(parent, last, os.O_RDONLY), "rb")
+    with _open_parent(folder, name) as (parent, last):
+        return os.fdopen(_open_file(parent, last, os.O_RDONLY), "rb")
 
 
 def append_inside(folder: Path, name: str, buffering: int = -1) -> BinaryIO:
     """Open a file to read and append; it is created if it is missing. `buffering`: see `open`; without it, a full disk
     may take only a part of what is written.
     """
-    with _parent(folder, name) as (parent, last):
-        return os.fdopen(_opened(parent, last, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=buffering)
+    with _open_parent(folder, name) as (parent, last):
+        return os.fdopen(_open_file(parent, last, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=buffering)
 
 
 def read_inside(folder: Path, name: str, limit: int) -> bytes:
@@ -45,7 +45,7 @@ def read_inside(folder: Path, name: str, limit: int) -> bytes:
 def write_inside(folder: Path, name: str, content: str | bytes) -> None:
     """Replace a file atomically, so that no reader sees a part of it; texts as UTF-8, with ? for lone surrogates."""
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
-    with _parent(folder, name) as (parent, last):
+    with _open_parent(folder, name) as (parent, last):
         part = f".{secrets.token_hex(8)}.tmp"
         descriptor = os.open(
             part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=parent
@@ -62,7 +62,7 @@ def write_inside(folder: Path, name: str, content: str | bytes) -> None:
 
 def make_inside(folder: Path, name: str) -> None:
     """Create a folder and its parents below `folder`, which exists."""
-    with _parent(folder, f"{name}/.", make=True):
+    with _open_parent(folder, f"{name}/.", make=True):
         pass
 
 
@@ -71,7 +71,7 @@ def list_inside(folder: Path, name: str = ".") -> list[tuple[str, bool]]:
     and at most MOST_ENTRIES.
     """
     entries = list[tuple[str, bool]]()
-    with suppress(OSError), _parent(folder, f"{name}/.") as (parent, _), os.scandir(parent) as scan:
+    with suppress(OSError), _open_parent(folder, f"{name}/.") as (parent, _), os.scandir(parent) as scan:
         for entry in scan:
             if len(entries) == MOST_ENTRIES:
                 break
@@ -83,7 +83,7 @@ def list_inside(folder: Path, name: str = ".") -> list[tuple[str, bool]]:
 def status_inside(folder: Path, name: str) -> os.stat_result | None:
     """The status of a regular file or a folder; None if there is none."""
     try:
-        with _parent(folder, name) as (parent, last):
+        with _open_parent(folder, name) as (parent, last):
             status = os.stat(last, dir_fd=parent, follow_symlinks=False)
     except OSError:
         return None
@@ -91,7 +91,7 @@ def status_inside(folder: Path, name: str) -> os.stat_result | None:
 
 
 @contextmanager
-def _parent(folder: Path, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
+def _open_parent(folder: Path, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
     """A descriptor of the folder in which `name` lies, and the last part of the name. make: create missing folders.
 
     Errors of the block are raised with the whole path, as errors of opening are.
@@ -119,7 +119,7 @@ def _parent(folder: Path, name: str, make: bool = False) -> Iterator[tuple[int, 
             os.close(descriptor)
 
 
-def _opened(parent: int, name: str, flags: int) -> int:
+def _open_file(parent: int, name: str, flags: int) -> int:
     """A descriptor of a regular file. Devices are not even opened, because some act when that happens."""
     with suppress(FileNotFoundError):
         _check_regular(os.stat(name, dir_fd=parent, follow_symlinks=False))

@@ -63,7 +63,7 @@ class JointDataConfig(LMDataConfig):
     )
 
 
-def _pattern(text: str) -> str | None:
+def _expected_pattern(text: str) -> str | None:
     """The expected value in words, unless the text is a regular expression with a group."""
     try:
         reason = None if re.compile(text).groups else "it has no group in parentheses"
@@ -72,7 +72,7 @@ def _pattern(text: str) -> str | None:
     return reason and f"a pattern such as '<prompt>(.*?)</prompt>' ({reason})"
 
 
-def _once(text: str) -> bool:
+def _fills_once(text: str) -> bool:
     """Whether `str.format` fills exactly one place of the text, and not up to an absurd width."""
     with suppress(IndexError, KeyError, ValueError):
         return too_wide(text) is None and min(text.format(mark).count(mark) == 1 for mark in ("\0first", "\0second"))
@@ -87,13 +87,13 @@ class RewriteConfig:
         None,
         "regular expression whose first group, in its last match in the response without think blocks, is the "
         "rewritten prompt; null: the whole response",
-        valid=_pattern,
+        valid=_expected_pattern,
     )
     template: str = arg(
         "{}",
         "text that the painter receives, with {} in place of the rewritten prompt",
         valid=expect(
-            f"a text with {{}} once, for the rewritten prompt, filled up to at most {WIDEST} characters", _once
+            f"a text with {{}} once, for the rewritten prompt, filled up to at most {WIDEST} characters", _fills_once
         ),
     )
     keep_originals: int = arg(
@@ -151,13 +151,13 @@ class JointConfig:
         """Configuration of each policy as that of a separate job; both share all sections that they can."""
         return {WRITER: self.of_writer(), PAINTER: self.of_painter()}
 
-    def _shared(self) -> dict[str, Any]:
+    def _shared_sections(self) -> dict[str, Any]:
         """Sections of both policies."""
         return {"parallel": self.parallel, "reward": self.reward, "trainer": self.trainer}
 
     def of_writer(self) -> LMRLConfig:
         """Configuration of the writer as a separate job."""
-        return LMRLConfig(data=self.data, **vars(self.writer), **self._shared())
+        return LMRLConfig(data=self.data, **vars(self.writer), **self._shared_sections())
 
     def of_painter(self) -> FlowRLConfig:
         """Configuration of the painter as a separate job, whose prompts are the rewritten ones."""
@@ -178,7 +178,7 @@ class JointConfig:
             max_prompt_length="data.max_rewrite_length",
             train_batch_size="data.train_batch_size x (writer.rollout.n + rewrite.keep_originals)",
         )
-        return FlowRLConfig(data=data, **vars(self.painter), **self._shared())
+        return FlowRLConfig(data=data, **vars(self.painter), **self._shared_sections())
 
 
 def frozen(config: Any) -> Any:

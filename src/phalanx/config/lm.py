@@ -33,7 +33,7 @@ ENGINES = {
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
-def _day(text: str) -> str | None:
+def _expected_day(text: str) -> str | None:
     """The expected value in words, unless the text is a date."""
     with suppress(ValueError):
         date.fromisoformat(text)
@@ -88,7 +88,7 @@ class LMDataConfig(DataConfig):
     chat_template_date: Optional[str] = arg(
         None,
         "date for chat templates that contain today's, such as 2026-01-31; null: the day on which the run began",
-        valid=_day,
+        valid=_expected_day,
     )
 
 

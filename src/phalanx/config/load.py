@@ -40,7 +40,7 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
     value out of bounds, or an interpolation that cannot be resolved. Rules across keys are checked by
     phalanx.run.rules.load_config and before a job starts.
     """
-    return build(schema, _user(schema, path, overrides))
+    return build(schema, _user_values(schema, path, overrides))
 
 
 def build(schema: type[T], user: DictConfig) -> T:
@@ -51,8 +51,8 @@ def build(schema: type[T], user: DictConfig) -> T:
         move_keys(named, given)
         check_keys(named, given, lambda: [row.key for row in rows(named)], hints_of)
         # values are converted before others refer to them
-        converted = validated(named, _given(named, given, interpolated=False))
-        config = OmegaConf.merge(_defaults(named), converted, _given(named, given, interpolated=True))
+        converted = validated(named, _given_values(named, given, interpolated=False))
+        config = OmegaConf.merge(_defaults(named), converted, _given_values(named, given, interpolated=True))
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             help = {row.key: row.help for row in rows(named)}.get(missing[0], "")
@@ -62,7 +62,7 @@ def build(schema: type[T], user: DictConfig) -> T:
         raise ConfigError(one_line(error)) from None
     except RecursionError:
         raise ConfigError("an interpolation is nested too deeply") from None
-    value = _made(named, validated(named, values))
+    value = _build_sections(named, validated(named, values))
     raw, known = OmegaConf.to_container(config), set[str]()
     for _ in range(2):  # the second pass finds texts that refer to another key
         mark(value, raw, known)
@@ -75,14 +75,14 @@ def save(config: Any, path: Path) -> None:
     replace_file(path, OmegaConf.to_yaml(OmegaConf.create(public(config))))
 
 
-def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
+def _user_values(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
     """The values that the user sets: those of the file, then the overrides in their order."""
     file = read(path) if path is not None else OmegaConf.create({})
     user = override(file, overrides)
-    for section in _registries(schema):
+    for section in _named_sections(schema):
         # Keys of the file's algorithm do not apply to another one, which starts from its own defaults.
         given, default = OmegaConf.select(file, section), _section(schema, section)
-        if given is not None and _name(default, given) != _name(default, OmegaConf.select(user, section)):
+        if given is not None and _chosen_name(default, given) != _chosen_name(default, OmegaConf.select(user, section)):
             del given._get_parent()[given._key()]
             user = override(file, overrides)
     return user
@@ -91,14 +91,14 @@ def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
 # --- reading a schema
 
 
-def _registries(schema: Any) -> dict[str, str]:
+def _named_sections(schema: Any) -> dict[str, str]:
     """Sections whose keys depend on a name (`algorithm`, `writer.algorithm`), with the packages of their modules."""
     sections, hints = {}, hints_of(schema)
     for f in fields(schema):
         if "registry" in f.metadata:
             sections[f.name] = f.metadata["registry"]
         elif is_dataclass(hints[f.name]):
-            sections |= {f"{f.name}.{key}": package for key, package in _registries(hints[f.name]).items()}
+            sections |= {f"{f.name}.{key}": package for key, package in _named_sections(hints[f.name]).items()}
     return sections
 
 
@@ -112,7 +112,7 @@ def _section(schema: Any, key: str) -> Any:
 def _defaults(schema: Any) -> DictConfig:
     """The defaults of a schema, with the algorithm's DEFAULTS for other sections applied."""
     base = OmegaConf.structured(schema)
-    for section in _registries(schema):
+    for section in _named_sections(schema):
         before, dot, _ = section.rpartition(".")
         for key, default in _section(schema, section).DEFAULTS.items():
             try:
@@ -123,7 +123,7 @@ def _defaults(schema: Any) -> DictConfig:
     return base
 
 
-def _name(default: Any, given: Any) -> str:
+def _chosen_name(default: Any, given: Any) -> str:
     """The name in a section such as `algorithm`: the `given` one if it is set, else that of the `default` class."""
     if isinstance(given, DictConfig) and "name" in given:
         return str(given["name"])
@@ -140,19 +140,19 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
         key, hint = f"{prefix}{f.name}", hints_of(schema)[f.name]
         if "registry" in f.metadata:
             given = OmegaConf.select(user, key)
-            name = _name(hint, given)
+            name = _chosen_name(hint, given)
             config = _config_of(f.metadata["registry"], name, f"{key}.name", hint)
             above = OmegaConf.select(user, prefix.rstrip(".")) if prefix else user
             if isinstance(above, DictConfig | None) and isinstance(given, DictConfig | None):
                 OmegaConf.update(user, f"{key}.name", name)  # the job's default may differ from the class's
             sections.append((f.name, config))
-        elif is_dataclass(hint) and _registries(hint):
+        elif is_dataclass(hint) and _named_sections(hint):
             sections.append((f.name, _with_named_sections(_section(schema, f.name), user, f"{key}.")))
-    return _derived(schema, *sections) if sections else schema
+    return _derived_schema(schema, *sections) if sections else schema
 
 
 @cache
-def _derived(schema: type, *sections: tuple[str, Any]) -> type:
+def _derived_schema(schema: type, *sections: tuple[str, Any]) -> type:
     """The schema with other classes for some of its sections."""
     metadata = {f.name: f.metadata for f in fields(schema)}
     made = [(name, kind, field(default_factory=kind, metadata=metadata[name])) for name, kind in sections]
@@ -212,7 +212,7 @@ def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
 
 def rows_of(schema: type, path: str | None, overrides: list[str]) -> Iterator[Row]:
     """`rows`, with the keys of the modules that a file and overrides name, such as an algorithm."""
-    return rows(_with_named_sections(schema, _user(schema, path, overrides)))
+    return rows(_with_named_sections(schema, _user_values(schema, path, overrides)))
 
 
 def help_text(
@@ -236,7 +236,7 @@ def help_text(
 # --- values
 
 
-def _given(schema: Any, values: dict[str, Any], interpolated: bool) -> dict[str, Any]:
+def _given_values(schema: Any, values: dict[str, Any], interpolated: bool) -> dict[str, Any]:
     """The values that the user sets, without missing ones and empty sections, such as `trainer:` with only comments.
 
     interpolated: whether those that contain an interpolation are returned, or the others.
@@ -248,23 +248,23 @@ def _given(schema: Any, values: dict[str, Any], interpolated: bool) -> dict[str,
         if inner and optional and isinstance(item, bool):
             item = {} if item else None
         if inner and isinstance(item, dict):
-            given[name] = _given(bare(hints[name]), item, interpolated)
+            given[name] = _given_values(bare(hints[name]), item, interpolated)
         elif item != "???" and (item is not None or optional or not inner) and ("${" in str(item)) is interpolated:
             given[name] = item
     return given
 
 
-def _made(hint: Any, value: Any) -> Any:
+def _build_sections(hint: Any, value: Any) -> Any:
     """The sections that validated values stand for, with their paths located."""
     element = element_of(hint)
     if is_dataclass(element) and isinstance(value, list):
-        return [_made(element, item) for item in value]
+        return [_build_sections(element, item) for item in value]
     if not is_dataclass(bare(hint)) or not isinstance(value, dict):
         return value
     schema, hints, made = bare(hint), hints_of(bare(hint)), {}
     for f in fields(schema):
         if f.name in value:
-            made[f.name] = _made(hints[f.name], value[f.name])
+            made[f.name] = _build_sections(hints[f.name], value[f.name])
             if "path" in f.metadata and f.metadata["path"] and made[f.name] is not None:
                 made[f.name] = located(made[f.name])
     return schema(**made)

@@ -44,7 +44,7 @@ def move_keys(schema: Any, values: dict[str, Any]) -> None:
                 if value != default:
                     given = f"{prefix}{old}: {shown(value)}"
                     raise ConfigError(f"{given} is now {new}, of a section that is left out; set that, or leave it out")
-            else:
+            elif beside[section] is True or isinstance(beside[section], dict):  # the section reports another value
                 beside[section] = {name: value} | ({} if beside[section] is True else beside[section])
                 if value != default:
                     log.warning("%s is now %s", f"{prefix}{old}", new)

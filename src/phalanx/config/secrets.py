@@ -17,7 +17,7 @@ SHORTEST = 6  # characters: shorter values are not replaced within other texts, 
 _names: dict[str, str] = {}  # values that this process has read from the environment, with their variables' names
 
 
-def _env(name: str, *default: Any) -> str | None:
+def _recorded_variable(name: str, *default: Any) -> str | None:
     """OmegaConf's `oc.env`, which also records the value."""
     value = oc.env(name, *default)
     if value and name in os.environ:
@@ -26,9 +26,9 @@ def _env(name: str, *default: Any) -> str | None:
 
 
 try:
-    OmegaConf.register_resolver("oc.env", _env, replace=True)
+    OmegaConf.register_resolver("oc.env", _recorded_variable, replace=True)
 except TypeError:  # OmegaConf 2.3, where an older function has this name
-    OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _recorded_variable, replace=True)
 
 
 def hide(text: str) -> str:
@@ -92,7 +92,7 @@ def mark(value: Any, raw: Any, known: set[str] | None = None) -> Any:
     elif isinstance(value, list) and isinstance(raw, list):
         return [mark(item, given, known) for item, given in zip(value, raw, strict=False)]
     elif isinstance(raw, str) and _from_environment(value, raw, known):
-        return _marked(value, raw, known)
+        return _marked_value(value, raw, known)
     return value
 
 
@@ -117,7 +117,7 @@ def _by_value(text: str) -> str:
     return str(text)
 
 
-def _marked(value: Any, raw: str, known: set[str]) -> Any:
+def _marked_value(value: Any, raw: str, known: set[str]) -> Any:
     """A text, dict or list with `raw` as its reference. Its texts that are part of an environment variable's value are
     recorded as values too, such as the parts of a variable that contains a whole section.
     """
@@ -135,18 +135,18 @@ def _marked(value: Any, raw: str, known: set[str]) -> Any:
 
 def public(config: Any) -> dict[str, Any]:
     """A configuration as nested dicts for files and logs, with references in place of values from the environment."""
-    return dict(_public(config))
+    return dict(_public_value(config))
 
 
-def _public(value: Any) -> Any:
+def _public_value(value: Any) -> Any:
     if isinstance(value, FromEnvironment | SectionFromEnvironment | ListFromEnvironment) and value.reference:
         return value.reference
     if isinstance(value, str):
         return hide(value)
     if is_dataclass(value):
-        return {f.name: _public(vars(value)[f.name]) for f in fields(value)}
+        return {f.name: _public_value(vars(value)[f.name]) for f in fields(value)}
     if isinstance(value, dict):
-        return {name: _public(item) for name, item in value.items()}
+        return {name: _public_value(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_public(item) for item in value]
+        return [_public_value(item) for item in value]
     return value

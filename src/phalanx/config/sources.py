@@ -173,16 +173,16 @@ def changed(before: Path, config: Any) -> list[str]:
     saved: Any = OmegaConf.to_container(read(str(before)))
     move_keys(type(config), saved)
     now: Any = OmegaConf.to_container(plain)
-    return sorted(_changed(saved, now, config))
+    return sorted(_changed_values(saved, now, config))
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any], config: Any, prefix: str = "") -> list[str]:
+def _changed_values(before: dict[str, Any], now: dict[str, Any], config: Any, prefix: str = "") -> list[str]:
     lines = []
     for key in before.keys() & now.keys():  # keys in only one of them belong to another version or algorithm
         one, other, name = before[key], now[key], f"{prefix}{key}"
         part = vars(config)[key]
         if isinstance(one, dict) and isinstance(other, dict) and is_dataclass(part):
-            lines += _changed(one, other, part, f"{name}.")
+            lines += _changed_values(one, other, part, f"{name}.")
         elif one != other and (prefix != "trainer." or key == "seed"):
             values = f" {one} -> {other}"
             lines.append(name + (values if len(values) < 200 else ""))

@@ -35,16 +35,16 @@ class Use:
         kept, problems = dict(content), []
         for name, section in content.items():
             if not isinstance(section, dict):
-                if _interpolated(section):
+                if _is_interpolated(section):
                     problems += [(str(name), section)] * (name in self.sections)
                     kept[name] = {}
                 continue
             kept[name] = dict(section)
             for key, value in section.items():
-                part = next(_foreign(f"{name}.{key}", value), None)
+                part = next(_foreign_parts(f"{name}.{key}", value), None)
                 if part is None:
                     continue
-                if name in self.sections and not self._replaces(str(name), key, value):
+                if name in self.sections and not self._replaces_value(str(name), key, value):
                     problems.append(part)
                 elif (name, key) == ("model", "path"):
                     kept[name][key] = ""  # it is required, and the task sets it
@@ -59,15 +59,15 @@ class Use:
             )
         return kept
 
-    def _replaces(self, section: str, key: Any, value: Any) -> bool:
+    def _replaces_value(self, section: str, key: Any, value: Any) -> bool:
         """Whether the task's own value replaces the run's; sections within a section are merged."""
         named = self.named.get(section, {})
         return key in named and not (isinstance(value, dict) and isinstance(named[key], dict))
 
 
-def _foreign(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _foreign_parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a key's value, with their keys, that are code, an address, or from the environment."""
-    if _interpolated(value):
+    if _is_interpolated(value):
         yield next(_texts(key, value))
     if key == "reward.functions" and isinstance(value, list):
         for i, entry in enumerate(value):
@@ -89,7 +89,7 @@ def _foreign(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _interpolated(value: Any) -> bool:
+def _is_interpolated(value: Any) -> bool:
     return any(isinstance(each, str) and "${" in each for each in _values(value))
 
 

@@ -44,7 +44,7 @@ def _unknown_keys(hint: Any, value: Any, key: str, keys: Keys, types: Types) -> 
         if any(messages.values()):
             yield from ((leaf, message or "there is no such key here") for leaf, message in messages.items())
         else:
-            yield inner, _hint(inner, str(name), list(hints), known)
+            yield inner, _key_hint(inner, str(name), list(hints), known)
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _hint(key: str, leaf: str, siblings: list[str], known: list[str]) -> str:
+def _key_hint(key: str, leaf: str, siblings: list[str], known: list[str]) -> str:
     """The message about an unknown key: a similar sibling, keys of the same name in other sections, the key that TRL
     calls so, or else all siblings.
     """

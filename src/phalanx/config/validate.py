@@ -48,46 +48,46 @@ def is_section(hint: Any) -> bool:
 def validated(schema: Any, values: dict[str, Any]) -> dict[str, Any]:
     """The values of some keys of a schema, converted to their types. Raises ConfigError for the first wrong one."""
     try:
-        return _model(schema).model_validate(values).model_dump(by_alias=True, exclude_unset=True)
+        return _section_model(schema).model_validate(values).model_dump(by_alias=True, exclude_unset=True)
     except ValidationError as error:
-        raise ConfigError(_message(schema, values, error.errors(include_url=False)[0])) from None
+        raise ConfigError(_error_line(schema, values, error.errors(include_url=False)[0])) from None
 
 
 @cache
-def _model(schema: Any) -> type[BaseModel]:
+def _section_model(schema: Any) -> type[BaseModel]:
     """The model that validates a section. The keys are aliases of fields, whose names are none of pydantic's."""
     members: dict[str, Any] = {}
     for name, hint in hints_of(schema).items():
         meta = PLAIN | dict(next(f for f in fields(schema) if f.name == name).metadata)
         if name in PLACES:
             meta["valid"] = lambda path: None if path.strip() else "a path"
-        members[f"key_{name}"] = (_type(hint, meta), Field(None, alias=name))
+        members[f"key_{name}"] = (_validated_type(hint, meta), Field(None, alias=name))
     return create_model(schema.__name__, __config__=_CONFIG, **members)
 
 
-def _type(hint: Any, meta: dict[str, Any]) -> Any:
+def _validated_type(hint: Any, meta: dict[str, Any]) -> Any:
     """The type by which pydantic validates a value of this type with the constraints of `arg`."""
     if bare(hint) is not hint:
-        return _type(bare(hint), meta) | None
-    arguments, after = get_args(hint), AfterValidator(partial(_checked, meta))
+        return _validated_type(bare(hint), meta) | None
+    arguments, after = get_args(hint), AfterValidator(partial(_within_bounds, meta))
     if is_section(hint):
-        return _model(hint)
+        return _section_model(hint)
     if get_origin(hint) is list:
-        elements: Any = _type(arguments[0], PLAIN | {"limits": meta["each"]})
-        return Annotated[list[elements], BeforeValidator(partial(_converted, meta["single"])), after]
+        elements: Any = _validated_type(arguments[0], PLAIN | {"limits": meta["each"]})
+        return Annotated[list[elements], BeforeValidator(partial(_converted_value, meta["single"])), after]
     if get_origin(hint) is dict and arguments[1] is not Any:
-        values: Any = _type(arguments[1], PLAIN)
+        values: Any = _validated_type(arguments[1], PLAIN)
         return Annotated[dict[str, values], after]
     if hint in (int, float):
         limits = {"ge": -MOST} | ({} if "lt" in meta["limits"] else {"le": MOST}) | meta["limits"]
         options: dict[str, Any] = {"allow_inf_nan": False} if hint is float else {}
         for name, limit in limits.items():
             options[name] = hint(limit)
-        return Annotated[hint, Field(strict=True, **options), BeforeValidator(partial(_converted, hint)), after]
-    return Annotated[hint, BeforeValidator(partial(_converted, hint)), after]
+        return Annotated[hint, Field(strict=True, **options), BeforeValidator(partial(_converted_value, hint)), after]
+    return Annotated[hint, BeforeValidator(partial(_converted_value, hint)), after]
 
 
-def _converted(kind: Any, value: Any) -> Any:
+def _converted_value(kind: Any, value: Any) -> Any:
     """The value, converted to `kind` if a file may write it otherwise: the text of a number, as of an environment
     variable, an integer, or a name of digits. A text as `kind` is a regular expression of texts that are lists of one.
     """
@@ -101,24 +101,24 @@ def _converted(kind: Any, value: Any) -> Any:
     return value
 
 
-def _checked(meta: dict[str, Any], value: Any) -> Any:
+def _within_bounds(meta: dict[str, Any], value: Any) -> Any:
     """The value. Raises pydantic's error for one that the constraints of `arg` exclude."""
     choices, forms = meta["choices"], meta["forms"]
     if choices == DTYPES and value in FLOAT16:
         raise _Wrong(NO_FLOAT16)
     if choices and value not in choices and not (forms and ":" in value):
         raise _Wrong(f"one of {', '.join((*choices, *forms))}", near=nearest(value, choices))
-    words = meta["valid"](_free(value)) if meta["valid"] is not None else None
+    words = meta["valid"](_valid_leaves(value)) if meta["valid"] is not None else None
     if words is not None:
         raise _Wrong(words)
-    return _free(value)
+    return _valid_leaves(value)
 
 
-def _free(value: Any, at: str = "") -> Any:
+def _valid_leaves(value: Any, at: str = "") -> Any:
     """Check the texts and numbers in a free-form value, such as the arguments of a reward."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
-        _free(item, f"{at}[{name}]" if isinstance(value, list) else f"{at}.{name}")
+        _valid_leaves(item, f"{at}[{name}]" if isinstance(value, list) else f"{at}.{name}")
     if isinstance(value, str) and _CONTROL.search(value):
         raise _Wrong("text in UTF-8 without control characters", at=at, value=value)
     if isinstance(value, float) and not isfinite(value):
@@ -129,7 +129,7 @@ def _free(value: Any, at: str = "") -> Any:
 # --- messages
 
 
-def _message(schema: Any, values: Any, error: Any) -> str:
+def _error_line(schema: Any, values: Any, error: Any) -> str:
     """The line about pydantic's error."""
     hint, key, value, rest = schema, "", values, list(error["loc"])
     while rest:

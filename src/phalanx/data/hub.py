@@ -68,10 +68,10 @@ def load_named(entry: str, place: str) -> Any:
                 f"{place} has the splits {', '.join(dataset)}; name one, e.g. {entry}:{next(iter(dataset))}"
             )
         dataset = next(iter(dataset.values()))
-    return _renamed(dataset, parts["columns"], place)
+    return _rename_columns(dataset, parts["columns"], place)
 
 
-def _renamed(dataset: Any, columns: dict[str, str], place: str) -> Any:
+def _rename_columns(dataset: Any, columns: dict[str, str], place: str) -> Any:
     """The data set with other names of some columns; DataError for one that is missing or would be there twice."""
     for old, new in columns.items():
         if old not in dataset.column_names:

@@ -4,8 +4,23 @@ import logging
 
 from phalanx.data.data_files import DataError
 from phalanx.distributed.launch_env import Launch
+from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+def above_limit(part: str, size: str, key: str, limit: int) -> DataError:
+    """The mistake of a part of a row whose size, such as `9 tokens`, is above the limit of the configuration key."""
+    ways = "raise that, or set data.overlong_prompts to filter or truncate"
+    return DataError(f"{part} has {size}, more than {key}={limit}; {ways}")
+
+
+def context_of(row: Prompt, key: str) -> str:
+    """The row's text for its teacher, in the column `key`. Raises DataError for a row without one."""
+    text = row.meta.get(key)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{row.place}: no text in the column {key}; see algorithm.context_key")
+    return text
 
 
 class UnusableRows:

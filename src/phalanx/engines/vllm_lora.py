@@ -42,7 +42,7 @@ def usable(adapter: Adapter | None, path: str, revision: str | None, dtype: str,
         reason = "computes none in float32 on GPUs"
     elif not supports_lora(model):
         reason = f"takes none in {model.__name__}"
-    elif "lm_head" in _kinds(adapter):
+    elif "lm_head" in _layer_kinds(adapter):
         reason = "takes none on lm_head as transformers does"
     if reason is not None:
         log.warning(MERGED, key, reason)
@@ -53,7 +53,7 @@ def served(model: Any, adapter: Adapter, key: str) -> bool:
     """Whether vLLM's `model` keeps a LoRA beside each of these layers; if not, it is logged."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    manager, mapper = model.lora_manager, _mapper(model)
+    manager, mapper = model.lora_manager, _weights_mapper(model)
     known = set(manager.modules).union(*manager.packed_modules.values())
     lost = []
     for name in adapter.layers:
@@ -72,7 +72,7 @@ def buffer_rank(rank: int) -> int:
 def lora_options(adapter: Adapter) -> dict[str, Any]:
     """Arguments of an engine with room for this LoRA, on its kinds of layers only."""
     rank = buffer_rank(adapter.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": _kinds(adapter)}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": _layer_kinds(adapter)}
 
 
 def put(model: Any, adapter: Adapter, tensors: dict[str, Tensor], number: int) -> None:
@@ -83,7 +83,7 @@ def put(model: Any, adapter: Adapter, tensors: dict[str, Tensor], number: int) -
     manager = model.lora_manager
     plain = PEFTHelper(r=adapter.rank, lora_alpha=adapter.rank, target_modules=[])  # B has been scaled already
     device = next(iter(tensors.values())).device
-    lora = LoRAModel.from_lora_tensors(number, tensors, plain, device, weights_mapper=_mapper(model))
+    lora = LoRAModel.from_lora_tensors(number, tensors, plain, device, weights_mapper=_weights_mapper(model))
     manager.remove_all_adapters()
     manager.add_adapter(lora)
     manager.activate_adapter(number)
@@ -103,10 +103,10 @@ def asking(number: int) -> Any:
     return LoRARequest(f"policy {number}", number, "in memory")
 
 
-def _kinds(adapter: Adapter) -> list[str]:
+def _layer_kinds(adapter: Adapter) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in adapter.layers})
 
 
-def _mapper(model: Any) -> Any:
+def _weights_mapper(model: Any) -> Any:
     """vLLM's map from names in files to those of its modules, if they differ."""
     return model.hf_to_vllm_mapper.get_rename_mapper() if "hf_to_vllm_mapper" in dir(model) else None

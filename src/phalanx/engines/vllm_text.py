@@ -129,10 +129,10 @@ class TextEngine:
             with self._groups.active():
                 self._llm.wake_up(tags=["weights"])
         if adapter is None or not self._has_base:
-            self.refresh(self._receipt.noted(self._cast(weights)))
+            self.refresh(self._receipt.noted(self._cast_weights(weights)))
             self._has_base = self._unchecked = True
         if adapter is not None:
-            self.adapt(self._adapter_receipt.noted(self._cast(adapter)))
+            self.adapt(self._adapter_receipt.noted(self._cast_weights(adapter)))
         if self._sleeps:
             with self._groups.active():
                 self._llm.wake_up(tags=["kv_cache"])
@@ -142,7 +142,7 @@ class TextEngine:
                 self._llm.sleep(level=self._level)
             self._has_base = self._level == 1
 
-    def _cast(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _cast_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
     def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -167,10 +167,10 @@ class TextEngine:
     def missing(self) -> list[str]:
         """Names of the tensors of the last `awake` that the replica does not hold as they were sent. Collective."""
         with self._groups.active(), torch.no_grad():
-            (names,) = self._llm.apply_model(self._missing)
+            (names,) = self._llm.apply_model(self._missing_weights)
         return names
 
-    def _missing(self, model: Any) -> list[str]:
+    def _missing_weights(self, model: Any) -> list[str]:
         names = []
         if self._unchecked:
             names += self._receipt.missing((*model.parameters(), *model.buffers()), self._groups.any)

@@ -45,7 +45,7 @@ class TokenScores(torch.autograd.Function):
         if not held:
             parts = []
             for rows in row_chunks(fused, logits, tokens, outside):
-                parts.append(_compiled(_score_values, fused)(*rows, temperature, never))
+                parts.append(_compiled_if_fused(_score_values, fused)(*rows, temperature, never))
             held.extend(map(torch.cat, zip(*parts, strict=True)))
         log_prob, entropy, certainty = map(torch.clone, held[:3])
         ctx.save_for_backward(logits, tokens, never, outside, *held)
@@ -64,7 +64,7 @@ class TokenScores(torch.autograd.Function):
         e = None if e is None else e / ctx.temperature
         slope = torch.empty_like(logits)
         for rows in row_chunks(ctx.fused, slope, logits, g, e, total, entropy, outside):
-            _compiled(_write_gradient, ctx.fused)(*rows, ctx.temperature, never)
+            _compiled_if_fused(_write_gradient, ctx.fused)(*rows, ctx.temperature, never)
         drawn = -torch.expm1(log_prob) * g
         if e is not None:
             drawn -= e * log_prob.exp() * (log_prob + entropy)
@@ -89,7 +89,7 @@ def row_chunks(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tup
 
 
 @cache
-def _compiled(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
+def _compiled_if_fused(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=True) if fused else function
 
 

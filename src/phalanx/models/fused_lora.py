@@ -46,7 +46,7 @@ class FusedLinear(Linear):
         layers = [self.beside[adapter] for adapter in rows]
         equal = len(set(rows.values())) == 1 and len(x) % len(rows) == 0
         if x.dtype != torch.float32 and equal and all(layer._is_plain(x) for layer in layers) and not args:
-            return self._grouped(x, layers)
+            return self._grouped_output(x, layers)
         # in float32 by the same products as alone, for the same bits
         each, rest = divmod(len(x), sum(rows.values()))
         assert rest == 0, f"the first dim, {len(x)}, is not that of {sum(rows.values())} rows of the batch"
@@ -54,14 +54,16 @@ class FusedLinear(Linear):
         base = self.base_layer  # FSDP has gathered it, and those of the other layers not
         return torch.cat([layer._of_one(base, *pair, **kwargs) for layer, *pair in zip(layers, parts, strict=True)])
 
-    def _grouped(self, x: Tensor, layers: "Sequence[FusedLinear]") -> Tensor:
+    def _grouped_output(self, x: Tensor, layers: "Sequence[FusedLinear]") -> Tensor:
         """The output for equally many rows of each of the layers, which share their base."""
         [name] = self.active_adapters
         base, downs, ups = self.base_layer, list[Tensor](), list[Tensor]()
         for layer in layers:
             downs.append(layer.lora_A[name].weight)
             ups.append(layer.lora_B[name].weight)
-        out: Tensor = _GroupedLora.apply(x, base.bias, self.scaling[name], len(layers), *downs, *ups, *_stored(base))
+        out: Tensor = _GroupedLora.apply(
+            x, base.bias, self.scaling[name], len(layers), *downs, *ups, *_stored_tensors(base)
+        )
         return out
 
     def _of_one(self, base: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -77,7 +79,7 @@ class FusedLinear(Linear):
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
         fused = _MergedLinear if _should_merge(x, base.out_features, base.in_features) else _LoraLinear
         onednn = base.onednn if isinstance(base, Nf4Linear) else isinstance(base, OneDnnLinear)
-        out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *_stored(base))
+        out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *_stored_tensors(base))
         return out
 
     def _is_plain(self, x: Tensor) -> bool:
@@ -94,7 +96,7 @@ class FusedLinear(Linear):
         return bool(x.dtype == dtype == self.lora_A[name].weight.dtype == self.lora_B[name].weight.dtype)
 
 
-def _stored(base: nn.Linear) -> tuple[Tensor | None, ...]:
+def _stored_tensors(base: nn.Linear) -> tuple[Tensor | None, ...]:
     """The tensors of which `dense` makes the weight of a base layer."""
     return base.stored() if isinstance(base, Nf4Linear) else (base.weight, None, None, None)
 

@@ -56,18 +56,18 @@ def _check_json(file: Path, key: str, changed: int, size: int) -> None:
     if file.name == "tokenizer.json":
         settings = read_json(file, key)
         parts = [settings.get(name) for name in ("normalizer", "decoder")] if isinstance(settings, dict) else []
-        if any(_growth(part) > MOST_GROWTH for part in parts):
+        if any(_text_growth(part) > MOST_GROWTH for part in parts):
             raise ValueError(f"{key}: {file} makes a text more than {MOST_GROWTH} times as long")
 
 
-def _growth(part: Any) -> float:
+def _text_growth(part: Any) -> float:
     """How many times as long a text may become by the replacements of a normalizer or decoder of tokenizer.json."""
     if isinstance(part, list):
-        return math.prod(map(_growth, part))
+        return math.prod(map(_text_growth, part))
     if not isinstance(part, dict):
         return 1
     added, pattern = part.get("content"), part.get("pattern")
-    growth = _growth(list(part.values()))  # the parts of a sequence
+    growth = _text_growth(list(part.values()))  # the parts of a sequence
     if isinstance(added, str) and isinstance(pattern, dict):
         replaced = pattern.get("String")  # a regular expression may match between any two characters
         growth *= max(1, len(added) / max(1, len(replaced))) if isinstance(replaced, str) else 1 + len(added)

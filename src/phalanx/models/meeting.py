@@ -96,12 +96,12 @@ class Meeting:
     def _pass_on(self) -> None:
         """Give the turn to the next job; if all have asked, answer their requests first."""
         if not self._due and self._live:
-            self._answer()
+            self._answer_requests()
             self._due = sorted({*self._live}.difference(self._requests))
         if self._due:
             self._gates[self._due.pop(0)].release()
 
-    def _answer(self) -> None:
+    def _answer_requests(self) -> None:
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for number in self._live:
             request = self._requests[number]
@@ -115,7 +115,7 @@ class Meeting:
             groups = apart
         for (key, grad, *_), group in groups.items():
             if key == BACKWARD:
-                group = self._complete(group)
+                group = self._complete_graphs(group)
             elif grad and key != PAUSE:
                 for number in group:
                     self._joined[number].update(group)
@@ -131,7 +131,7 @@ class Meeting:
                 for request in requests:
                     request.error = error
 
-    def _complete(self, asking: list[int]) -> list[int]:
+    def _complete_graphs(self, asking: list[int]) -> list[int]:
         """Those of the jobs that ask for a backward pass whose graphs contain only jobs that ask, too, or have left."""
         chosen = set(asking)
         while True:

@@ -91,7 +91,7 @@ class TrainedModel:
         if config.quantization is not None:
             # when sharded, not left on the device: there they would be whole until FSDP shards them
             quantize_layers(blocks, world.device, stays=world.shard_size == 1)
-        copies = [] if frozen or not self.lora else self._copies(seed, adapters[1:])
+        copies = [] if frozen or not self.lora else self._module_copies(seed, adapters[1:])
         units, names = [*beside.blocks, *blocks], dict(zip(module.modules(), dict(module.named_modules()), strict=True))
         self.sharded = Sharded(module, units, world, parallel, dtype, experts, kept, whole)
         self._others: list[Sharded] = []  # of the copies
@@ -130,7 +130,7 @@ class TrainedModel:
         else:
             seat.backward(loss)
 
-    def _copies(self, seed: int, seeds: Sequence[int]) -> list[nn.Module]:
+    def _module_copies(self, seed: int, seeds: Sequence[int]) -> list[nn.Module]:
         """Copies of the module on the same base, with the LoRAs of these seeds; that of the module has `seed`."""
         from phalanx.models.shared_base import copy_beside, drawn_again
 
@@ -261,7 +261,7 @@ def merged_weights(
 
     base: leave the LoRA out.
     """
-    scale = _scale(config)
+    scale = _lora_scale(config)
     for name, tensor in state.items():
         stem = name.removesuffix("weight")
         if ".lora_" in name or name.endswith((f".{UP}", f".{DOWN}")):
@@ -289,10 +289,10 @@ def adapter_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[t
     for name, tensor in state.items():
         if ".lora_" in name:
             factor = _full_tensor(tensor).float()
-            yield name.replace(".default.", "."), factor * _scale(config) if ".lora_B." in name else factor
+            yield name.replace(".default.", "."), factor * _lora_scale(config) if ".lora_B." in name else factor
 
 
-def _scale(config: ModelConfig) -> float:
+def _lora_scale(config: ModelConfig) -> float:
     """By what B A is multiplied."""
     return lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
 

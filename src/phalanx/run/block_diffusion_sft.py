@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig, BlockDiffusionTaskConfig
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images
+from phalanx.data.unusable import above_limit
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
@@ -129,10 +130,8 @@ def fitting(
             examples.append(Example(example.prompt, example.response[:kept]))
         elif data.overlong_prompts == "error":
             part, length, limit = over[0]
-            raise DataError(
-                f"{key}, sample {number}: its {part} has {length} tokens, more than data.max_{part}_length={limit}; "
-                "raise that, or set data.overlong_prompts to filter or truncate"
-            )
+            where = f"{key}, sample {number}: its {part}"
+            raise above_limit(where, f"{length} tokens", f"data.max_{part}_length", limit)
     if not examples:
         raise DataError(f"{key}: all {len(rows)} samples are longer than data.max_prompt_length or max_response_length")
     if first and len(examples) < len(rows):

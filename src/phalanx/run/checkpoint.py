@@ -59,7 +59,7 @@ def _unseen_file(folder: Path, names: Iterable[str]) -> str | None:
     return None
 
 
-def _staged(state: dict[str, Any]) -> dict[str, Any]:
+def _staged_state(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a checkpoint's contents in CPU memory."""
     stager = DefaultStager(StagingOptions(*[False] * 4))
     try:
@@ -189,11 +189,11 @@ class Checkpointer:
                 log.warning("checkpoint %s was not written: %s", final, problem)
         if broadcast_object(problem, group=self.world.checkpoint_group) is not None:
             return
-        # asdict and _staged copy, since training goes on and changes the originals before they are written
+        # asdict and _staged_state copy, since training goes on and changes the originals before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
         if judged is not None:
             meta[JUDGED] = judged
-        copied = _staged(share(state, self.world))
+        copied = _staged_state(share(state, self.world))
         # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
             target=self._finish_save, args=(copied, part, final, meta, in_flight), daemon=True

@@ -143,9 +143,9 @@ class Exporter:
     def load_base(self) -> None:
         """Load the base model if this export needs it: all but plain LoRAs do. ValueErrors are the user's mistakes."""
         if self.model.lora_rank == 0 or self.model.lora_init == "pissa" or self.merge:
-            self.base = self._base()
+            self.base = self._load_module()
 
-    def _base(self) -> nn.Module:
+    def _load_module(self) -> nn.Module:
         """The trained module with the base model's weights and, if any, the LoRA with which the run started."""
         lora = self.model.lora_rank > 0
         dtype = DTYPES[self.model.dtype] if lora else self.dtype

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.section import copy_with, reported_by
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.data.data_files import DataError
+from phalanx.data.unusable import context_of
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
 from phalanx.models.flow.folder import model_index
@@ -91,13 +91,7 @@ def _as_told(prompt: Prompt) -> Prompt:
 
 def with_context(rows: list[Prompt], key: str) -> list[Prompt]:
     """The rows with the teacher's prompts, in the data's column `key`. Raises DataError for a row without one."""
-    result = []
-    for row in rows:
-        text = row.meta.get(key)
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{row.place}: no text in the column {key}; see algorithm.context_key")
-        result.append(replace(row, told=text))
-    return result
+    return [replace(row, told=context_of(row, key)) for row in rows]
 
 
 def own_teacher(cfg: FlowRLConfig, policy: FlowPolicy, micro: int) -> ContextFlowTeacher:

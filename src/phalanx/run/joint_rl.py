@@ -192,7 +192,7 @@ class JointValidator(Validator):
         row: dict[str, float] = {}
         kept: Records = {}
         for data, prompts in self.val_sets.items():
-            rewritten = self._rewritten(prompts) if set(self.kinds) - {"original"} else prompts
+            rewritten = self._rewritten_prompts(prompts) if set(self.kinds) - {"original"} else prompts
             texts = {
                 "original": [prompt.text for prompt in prompts],
                 "rewritten": [prompt.text for prompt in rewritten],
@@ -210,7 +210,7 @@ class JointValidator(Validator):
                     row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
-    def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:
+    def _rewritten_prompts(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts of all ranks, rewritten by the writer."""
         writer = self.parts[WRITER]
         local = share_of_rank(prompts, self.world.rank, self.world.size)

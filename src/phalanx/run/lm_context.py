@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import MARK, message_parts
+from phalanx.data.unusable import context_of
 from phalanx.distributed.collectives import all_gather_rows, on_all_ranks
 from phalanx.environments.texts import in_texts, shortened
 from phalanx.models.lm.chat import chat_messages, prompt_tokens
@@ -33,7 +34,7 @@ def with_column(rows: list[Prompt], policy: LMPolicy, config: Any) -> list[Promp
     images. Raises DataError for a row without the text, or with a text that is too long for the model.
     """
     result = []
-    texts = list(map(partial(_column, config=config), rows))
+    texts = list(map(partial(context_of, key=config.context_key), rows))
     for row, tokens in zip(rows, _told(rows, texts, policy, config), strict=True):
         longest = positions(policy.settings)
         length = len(tokens) + policy.data.max_response_length
@@ -50,7 +51,7 @@ def check_rows(rows: list[Prompt], config: Any) -> None:
     """Raise DataError for a row without the text of the context's column, if it has one."""
     if "column" in config.context:
         for row in rows:
-            _column(row, config)
+            context_of(row, config.context_key)
 
 
 class Contexts:
@@ -76,22 +77,22 @@ class Contexts:
             if prompt.images and sum(message["content"].count(MARK) for message in first) != len(prompt.images):
                 first = []  # a text of the environment has a mark, too
             asked.append(replace(prompt, messages=first or prompt.messages))
-            known = {"environment": _answers(messages[len(first) :])}
+            known = {"environment": _environment_texts(messages[len(first) :])}
             known["reward"] = feedback[number] if feedback else ""
-            known["peer"] = _peer(number, n, right, responses) if responses else ""
-            known["column"] = _column(prompt, self.config) if "column" in self.config.context else ""
+            known["peer"] = _peer_response(number, n, right, responses) if responses else ""
+            known["column"] = context_of(prompt, self.config.context_key) if "column" in self.config.context else ""
             parts = []
             for source in self.config.context:
                 if known[source].strip():
                     parts.append(self._forms[source].format(text=known[source].strip()))
             texts.append("\n\n".join(parts))
-        told = on_all_ranks(lambda: self._fitted(asked, texts))
+        told = on_all_ranks(lambda: self._fitting_prompts(asked, texts))
         prompts = []
         for prompt, tokens in zip(samples.prompts, told, strict=True):
             prompts.append(replace(prompt, told=tokens))
         return replace(samples, prompts=prompts)
 
-    def _fitted(self, asked: list[Prompt], texts: list[str]) -> list[tuple[int, ...]]:
+    def _fitting_prompts(self, asked: list[Prompt], texts: list[str]) -> list[tuple[int, ...]]:
         """The teacher's prompts, none for samples without a text. What is too long for the model's positions is cut."""
         policy, longest = self.policy, positions(self.policy.settings)
         told: list[tuple[int, ...]] = [()] * len(texts)
@@ -110,14 +111,7 @@ class Contexts:
         return told
 
 
-def _column(row: Prompt, config: Any) -> str:
-    text = row.meta.get(config.context_key)
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{row.place}: no text in the column {config.context_key}; see algorithm.context_key")
-    return text
-
-
-def _peer(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) -> str:
+def _peer_response(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) -> str:
     """The next successful response after sample `number` in its group; none but its own: an empty text."""
     first = number // n * n
     for step in range(1, n):
@@ -127,7 +121,7 @@ def _peer(number: int, n: int, right: Sequence[bool], responses: Sequence[str]) 
     return ""
 
 
-def _answers(messages: Sequence[dict[str, Any]]) -> str:
+def _environment_texts(messages: Sequence[dict[str, Any]]) -> str:
     """The texts of the environment among these messages."""
     return "\n".join(message["content"] for message in messages if message["role"] != "assistant")
 

@@ -11,7 +11,7 @@ from phalanx.config.lm import LMRLConfig, LMRolloutConfig, LMRunConfig, LMTurnRu
 from phalanx.config.messages import ConfigError
 from phalanx.config.section import copy_with
 from phalanx.config.trained_model import LMModelConfig
-from phalanx.data.unusable import UnusableRows
+from phalanx.data.unusable import UnusableRows, above_limit
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments, with_tools
@@ -75,7 +75,7 @@ class LM(PolicyKind):
         budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
         algorithm = self.build_algorithm()
         result = batch_plan.plan(cfg, algorithm, ranks, micro=None if budget is None else 1)
-        packed, adjacent = _packing(cfg, result, algorithm)
+        packed, adjacent = _packing_choice(cfg, result, algorithm)
         prompts, ahead = result.samples // cfg.rollout.n, cfg.rollout.schedule == "one_step_off"
         age = max(cfg.rollout.max_staleness - ahead, 0)  # of responses when their step is drawn
         drawn = drawn_at_once(cfg.rollout, prompts)
@@ -247,7 +247,7 @@ def reads_images(config: LMModelConfig, place: str | None, entries: Mapping[str,
     return vision_families.is_needed(config) if entries is None else lm_export.reads_images(entries)
 
 
-def _packing(cfg: LMRLConfig, plan: BatchPlan, algorithm: Algorithm) -> tuple[bool, bool]:
+def _packing_choice(cfg: LMRLConfig, plan: BatchPlan, algorithm: Algorithm) -> tuple[bool, bool]:
     """Whether samples are packed, and whether those of a prompt go into the same pass, to share it.
 
     Unless the keys say so, only where no other key excludes it, and where old log-probabilities are none of a pass of
@@ -308,10 +308,8 @@ def fitting_prompts(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bo
                 f"{smaller}or set data.overlong_prompts to filter"
             )
         elif overlong == "error":
-            raise ValueError(
-                f"{row.place or f'{key}, prompt {number}'}: it has {length} tokens with the chat template, more than "
-                f"data.max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
-            )
+            where = f"{row.place or f'{key}, prompt {number}'}: it"
+            raise above_limit(where, f"{length} tokens with the chat template", "data.max_prompt_length", limit)
     drop.report(len(rows) - len(drop.reasons))
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")

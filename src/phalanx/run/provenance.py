@@ -50,10 +50,10 @@ def read_provenance(folder: Path) -> list[dict[str, Any]]:
         entries = parse_json(read_inside(folder, PROVENANCE_FILE, MOST_PROVENANCE).decode())
     except (OSError, ValueError):
         return []
-    return entries if isinstance(entries, list) and all(map(_sound, entries)) else []
+    return entries if isinstance(entries, list) and all(map(_is_entry, entries)) else []
 
 
-def _sound(entry: Any) -> bool:
+def _is_entry(entry: Any) -> bool:
     """Whether an entry has the form that `describe_start` gives it."""
     if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or not isinstance(entry.get("task"), str):
         return False

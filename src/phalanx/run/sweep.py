@@ -53,7 +53,7 @@ class Sweep:
         def work(number: int) -> None:
             self.jobs[number] = build(configs[number])
 
-        for name, error in self._all(work, ValueError).items():
+        for name, error in self._run_together(work, ValueError).items():
             if isinstance(error, JobError):
                 raise error
             raise ValueError(f"sweep, run {name}: {error}") from error
@@ -68,7 +68,7 @@ class Sweep:
         use_device(world.device)
         dist.barrier()  # as in Job.run: the handler waits for the other ranks, so all of them must be up
         world.watch.listen()
-        errors = self._all(lambda number: self.jobs[number].run(report), Stopped)
+        errors = self._run_together(lambda number: self.jobs[number].run(report), Stopped)
         world.watch.close()
         for error in errors.values():
             if isinstance(error, Stopped):
@@ -83,7 +83,7 @@ class Sweep:
             ended = f"{len(errors)} of the {len(self.jobs)} runs of the sweep ended with an error"
             raise JobError(f"{ended}; {name}: {error}")
 
-    def _all(self, work: Callable[[int], None], kind: type[Exception]) -> dict[str, BaseException]:
+    def _run_together(self, work: Callable[[int], None], kind: type[Exception]) -> dict[str, BaseException]:
         """Call `work` for each job, on threads that take turns. Returns errors of this kind, JobErrors and SystemExits,
         each of which ends a job on all ranks, by its name; raises any other error, after which no job goes on.
         """

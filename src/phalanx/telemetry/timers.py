@@ -1,10 +1,11 @@
-"""Seconds per phase of a training step."""
+"""Seconds per phase of a training step, and which rows of metrics are of one."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 MAX_SPANS = 4096  # finished phases that are waiting to be written
 
@@ -111,6 +112,11 @@ class Timers:
         row = {f"time/{name}": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return row
+
+
+def is_training_row(row: dict[str, Any]) -> bool:
+    """Whether a row belongs to a training step; a validation before training logs only val/, time/ and a clock."""
+    return any(not key.startswith(("val/", "time/", "perf/elapsed_s")) and key != "step" for key in row)
 
 
 def _wait_device() -> None:

@@ -63,7 +63,7 @@ class Candidate:
         checkpoint = None if self.trained is None else {"folder": str(self.trained.folder), "step": self._step()}
         facts["checkpoint"] = checkpoint
         facts["weights"] = "model" if self.trained is None else self.trained.weights
-        facts["prompts"] = {name: _digest(prompts) for name, prompts in sets.items()}
+        facts["prompts"] = {name: _prompts_digest(prompts) for name, prompts in sets.items()}
         return facts
 
     def _step(self) -> int:
@@ -78,7 +78,7 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
     trained = None
     if cfg.checkpoint is not None:
         named = changes | {"data": {"train_files": []} | changes.get("data", {})}
-        trained = _open(cfg.checkpoint, cfg, Use(cfg.trust_run, SECTIONS, named))
+        trained = _open_checkpoint(cfg.checkpoint, cfg, Use(cfg.trust_run, SECTIONS, named))
         run, name = trained.run, str(trained.folder)
         if "path" in changes.get("model", {}):  # the run's revision belongs to the run's model
             changes["model"] = {"revision": None} | changes["model"]
@@ -101,7 +101,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
     assert cfg.baseline is not None, "checked by the caller"
     folder = named_folder(cfg.baseline)
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or folder.name.startswith("step_")):
-        trained = _open(cfg.baseline, cfg, Use(cfg.trust_run, ("model",)))
+        trained = _open_checkpoint(cfg.baseline, cfg, Use(cfg.trust_run, ("model",)))
         model, name = replace(trained.run.model, gradient_checkpointing=False), str(trained.folder)
         if type(model) is not type(candidate.run.model):
             raise ConfigError(f"baseline: {cfg.baseline!r} is not the same kind of model as {candidate.name!r}")
@@ -122,7 +122,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
     return Candidate(run, trained, name)
 
 
-def _open(checkpoint: str, cfg: EvaluateConfig, use: Use) -> Trained:
+def _open_checkpoint(checkpoint: str, cfg: EvaluateConfig, use: Use) -> Trained:
     """Open a checkpoint, with the library of linear layers that its run used."""
     trained = open_checkpoint(checkpoint, cfg.weights, use, cfg.policy)
     if cfg.policy is not None and not trained.policy:
@@ -174,7 +174,7 @@ def read_sets(run: RunConfig) -> Sets:
     return sets
 
 
-def _digest(prompts: list[Prompt]) -> str:
+def _prompts_digest(prompts: list[Prompt]) -> str:
     """A hash of the prompts' texts and columns."""
     digest = sha256()
     for prompt in prompts:

@@ -74,12 +74,12 @@ class _Conversion:
             self.settings[ALGORITHM] = algorithm, self.file.method
         for second in (False, True):  # keys with other names, then those with rules, which say more
             for key, line in self.lines.items():
-                rule = self._rule(key, line.value)
+                rule = self._settings_by_rule(key, line.value)
                 if (rule is not None) is second:
                     try:
                         self._convert_line(key, line, rule)
                     except Unknown as error:
-                        self._leave(line, str(error))
+                        self._leave_line(line, str(error))
 
     def _defaults(self) -> dict[str, Line]:
         """The trainer's defaults of keys that the file leaves out."""
@@ -87,11 +87,11 @@ class _Conversion:
         for table in (f"defaults_of_{trainer}", f"defaults_of_{trainer}_{self.task}"):
             for key, value in foreign_keys().get(table, {}).items():
                 if key not in self.file.lines:
-                    value = attempt(_computed, value, _values(lines | self.file.lines))
+                    value = attempt(_computed_value, value, _values(lines | self.file.lines))
                     lines[key] = Line(value, f"{key}: {value}{DEFAULT}")
         return lines
 
-    def _rule(self, key: str, value: Any) -> dict[str, Any] | None:
+    def _settings_by_rule(self, key: str, value: Any) -> dict[str, Any] | None:
         """The settings for a value of a key whose values are settings of other forms."""
         rule = self.rules.get(key, {})
         plain = value is None or isinstance(value, str | int | float)
@@ -105,25 +105,25 @@ class _Conversion:
         if rule is not None:
             for ours, value in rule.items():
                 try:
-                    self._set(ours, _computed(value, self.names), key, line)
+                    self._set_key(ours, _computed_value(value, self.names), key, line)
                 except Unknown as error:
                     raise Unknown(f"{error}{hint}") from None
             if not rule and "*" not in self.rules[key]:
-                self._leave(line, NOTHING)
+                self._leave_line(line, NOTHING)
         elif words in self.types and (isinstance(line.value, dict) or not self.types[words].startswith("dict")):
-            self._set(words, line.value, key, line)
+            self._set_key(words, line.value, key, line)
         elif words is not None and words.startswith(RANKS):
             self.file.ranks[words.removeprefix(RANKS)] = str(line.value)
         elif words is not None and words.startswith(REWARDS):
-            self._set(REWARDS, _rewards(line.value, hint), key, line)
+            self._set_key(REWARDS, _reward_entries(line.value, hint), key, line)
         else:  # a part of a section without fixed keys
             head, _, leaf = key.rpartition(".")
             section = counterpart(head, self.types, self.trainers)
             if section is None or not self.types.get(section, "").startswith("dict"):
                 raise Unknown(f"here it is {words}" if words else LACKING if words is None else NOTHING)
-            self._set(section, {**self.settings.get(section, ({}, ""))[0], leaf: line.value}, head, line)
+            self._set_key(section, {**self.settings.get(section, ({}, ""))[0], leaf: line.value}, head, line)
 
-    def _set(self, key: str, value: Any, origin: str, line: Line) -> None:
+    def _set_key(self, key: str, value: Any, origin: str, line: Line) -> None:
         """Set a key to a value, in its type and with the names of values here. Raises Unknown."""
         if key not in self.types:
             raise Unknown(f"this job has no {key}")
@@ -150,7 +150,7 @@ class _Conversion:
                 entry["path"] = entry["path"].removeprefix("pkg://")  # verl's form of a module
         self.settings[key] = value, f"{origin}, their default" if line.text.endswith(DEFAULT) else origin
 
-    def _leave(self, line: Line, why: str) -> None:
+    def _leave_line(self, line: Line, why: str) -> None:
         """Keep a line as a comment; defaults that need nothing here are no line."""
         if line.text.endswith(DEFAULT) and (why == NOTHING or why.startswith("this job has no")):
             return
@@ -196,7 +196,7 @@ class _Conversion:
             text = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
             if "\n" in text.strip():  # of a text with several lines, which stay one
                 text = json.dumps([value], ensure_ascii=False)
-            lines.append(f"{'  ' * len(sections)}{leaf}: {text.strip()[1:-1]}  # {_line(origin)}")
+            lines.append(f"{'  ' * len(sections)}{leaf}: {text.strip()[1:-1]}  # {_comment_text(origin)}")
         return "\n".join(lines) + "\n"
 
 
@@ -204,7 +204,7 @@ def _values(lines: dict[str, Line]) -> dict[str, Any]:
     return {key: line.value for key, line in lines.items() if not isinstance(line.value, Unknown)}
 
 
-def _computed(value: Any, names: dict[str, Any]) -> Any:
+def _computed_value(value: Any, names: dict[str, Any]) -> Any:
     """A value of settings_of_... or defaults_of_...: of a formula its result. Raises Unknown, also for a reason."""
     if isinstance(value, str) and value.startswith("="):
         value = formula(value[1:], names)
@@ -213,7 +213,7 @@ def _computed(value: Any, names: dict[str, Any]) -> Any:
     return value
 
 
-def _rewards(value: Any, hint: str) -> list[dict[str, Any]]:
+def _reward_entries(value: Any, hint: str) -> list[dict[str, Any]]:
     """The entries of reward.functions for names with weights, a list of sections, or names. Raises Unknown."""
     known, entries = foreign_keys()["rewards"], list[dict[str, Any]]()
     for each in value.items() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
@@ -226,7 +226,7 @@ def _rewards(value: Any, hint: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _line(text: str) -> str:
+def _comment_text(text: str) -> str:
     """A text for a comment: one line, without secrets and characters that YAML refuses."""
     words = "".join(letter if letter.isprintable() else " " for letter in hide(text))
     return cut(" ".join(words.split()))
@@ -264,7 +264,7 @@ def convert(name: str, trainer: str | None = None) -> str:
     ranks = "".join(f"{key}={value} " for key, value in sorted(file.ranks.items()) if str(value).isdecimal())
     lines = [f"# {ranks}phalanx train {task} config.yaml"]
     lines.append(
-        f"# Converted from {_line(name)} ({file.trainer}). Keys that are left out have the defaults of Phalanx."
+        f"# Converted from {_comment_text(name)} ({file.trainer}). Keys that are left out have the defaults of Phalanx."
     )
     if lacking:
         lines.append(f"# To set before: {', '.join(lacking)}.")
@@ -273,7 +273,7 @@ def convert(name: str, trainer: str | None = None) -> str:
         left = [f"\n# {title}:"]
         for text, why in job.left.items():
             if (why == NOTHING) is needless:
-                left.append(f"# {_line(text)}" + ("" if needless else f"  # {_line(why)}"))
+                left.append(f"# {_comment_text(text)}" + ("" if needless else f"  # {_comment_text(why)}"))
         body += "\n".join([*left, ""]) if left[1:] else ""
     return "\n".join(lines) + "\n" + body
 

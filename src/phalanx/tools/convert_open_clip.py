@@ -57,7 +57,7 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
     with torch.device("meta"):
         expected = CLIPModel(config).state_dict()
     try:
-        state = _translated(weights, expected)
+        state = _clip_weights(weights, expected)
     except ValueError as error:
         raise ValueError(
             f"{source} {error}; expected open_clip's weights of the architecture of --base {base}"
@@ -70,7 +70,7 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
     return folder
 
 
-def _translated(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _clip_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights under the names of CLIPModel; raises ValueError unless they are the expected ones."""
     state: dict[str, Tensor] = {}
     for name, value in weights.items():

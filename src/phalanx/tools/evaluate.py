@@ -61,7 +61,7 @@ class Evaluation:
         self.sets = read_sets(self.candidate.run)
         if cfg.group_by is not None:
             _check_column(self.sets, cfg.group_by)
-        self.folder = self._folder()
+        self.folder = self._output_folder()
         check_place(self.folder, "output_dir")
         refuse_link(self.folder / "baseline")
         self.baseline: Candidate | None = None
@@ -98,7 +98,7 @@ class Evaluation:
             with writing(self.folder, "output_dir"):
                 (self.folder / ENDED).unlink(missing_ok=True)
         # use rank 0's checkpoints on all ranks, because a run in progress may have written newer ones in between
-        self.candidate = self._agreed(
+        self.candidate = self._agreed_candidate(
             self.candidate, lambda folder: read_candidate(replace(self.cfg, checkpoint=folder))
         )
         stored = broadcast_object(stored_in(self.folder) if self.world.rank == 0 else None)
@@ -112,14 +112,14 @@ class Evaluation:
             vars(run.data)[DATE] = date
         if self.baseline is not None:
             candidate = self.candidate
-            self.baseline = self._agreed(
+            self.baseline = self._agreed_candidate(
                 self.baseline, lambda folder: read_baseline(replace(self.cfg, baseline=folder), candidate)
             )
             model = self.baseline.run.model
             model.cpu_linear = model.cpu_linear or linear
             self.baseline = replace(self.baseline, run=replace(run, model=model))
 
-    def _agreed(self, candidate: Candidate, read: Callable[[str], Candidate]) -> Candidate:
+    def _agreed_candidate(self, candidate: Candidate, read: Callable[[str], Candidate]) -> Candidate:
         """The candidate with rank 0's checkpoint, if it has a checkpoint."""
         folder = broadcast_object(None if candidate.trained is None else str(candidate.trained.folder))
         if candidate.trained is None or folder is None or folder == str(candidate.trained.folder):
@@ -158,7 +158,7 @@ class Evaluation:
         folder = self.earlier or self.folder / "baseline"
         if self.cfg.baseline is not None:
             others, baseline = list(islice(each_record(folder), len(rows) + 1)), self.cfg.baseline
-            if _places(others) != _places(rows):
+            if _sample_places(others) != _sample_places(rows):
                 raise JobError(f"baseline: {folder / RECORDS} has other samples than {self.folder / RECORDS}")
         facts = stored_in(self.folder)
         assert facts is not None, "the arguments were written before"
@@ -171,7 +171,7 @@ class Evaluation:
         print(f"{len(rows)} samples in {self.folder / RECORDS}, their statistics in {self.folder / RESULT}", flush=True)
         print(f"page: {page}", flush=True)
 
-    def _folder(self) -> Path:
+    def _output_folder(self) -> Path:
         cfg, trained = self.cfg, self.candidate.trained
         if cfg.output_dir is not None:
             return Path(cfg.output_dir).expanduser()
@@ -196,7 +196,7 @@ class Evaluation:
                 )
 
 
-def _places(rows: Sequence[Row]) -> list[tuple[str, int, int]]:
+def _sample_places(rows: Sequence[Row]) -> list[tuple[str, int, int]]:
     """The set, prompt and sample of each row, in order."""
     return sorted((row["set"], row["index"], row["sample"]) for row in rows)
 

@@ -77,7 +77,7 @@ def read_foreign(name: str, trainer: str | None) -> ForeignFile:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: {'' if isinstance(error, ConfigError) else 'cannot be read: '}{reason}") from None
     text = " ".join([*text.split(), *file.lines])
-    file.trainer = _recognised(path, text) if trainer is None else trainer
+    file.trainer = _recognised_trainer(path, text) if trainer is None else trainer
     for match in _METHOD.finditer(text):
         method = match[match.lastindex or 0].lower()
         if method in foreign_keys()["methods"] or not (file.method or match[5]):
@@ -86,7 +86,7 @@ def read_foreign(name: str, trainer: str | None) -> ForeignFile:
     return file
 
 
-def _recognised(path: Path, text: str) -> str:
+def _recognised_trainer(path: Path, text: str) -> str:
     """The trainer of a file with these words and keys. Raises ConfigError."""
     for word in foreign_keys()["not_converted"]:
         if word in text:
@@ -137,12 +137,12 @@ def _read_shell(file: ForeignFile, text: str) -> None:
     """Read `key.key=value` and `--key value` in all commands of a script."""
     variables: dict[str, str | None] = {"HOME": "~"}
     computed = list[str]()
-    for words in _commands(text, computed):
+    for words in _command_words(text, computed):
         while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("export", "local")):
             name, equals, value = words.pop(0).partition("=")
             if equals:
-                _assign(variables, name, value)
-        options = _options(file, words, variables)
+                _assign_variable(variables, name, value)
+        options = _read_options(file, words, variables)
         for word in words:
             match = _OVERRIDE.fullmatch(word)
             if match is not None and not word.startswith("--"):
@@ -158,7 +158,7 @@ def _read_shell(file: ForeignFile, text: str) -> None:
             file.ranks.setdefault(name, count)
 
 
-def _assign(variables: dict[str, str | None], name: str, word: str) -> None:
+def _assign_variable(variables: dict[str, str | None], name: str, word: str) -> None:
     """Set a variable; it is unknown if the script gives it several values, as in its conditions."""
     try:
         value: str | None = expanded(word, variables)
@@ -168,13 +168,13 @@ def _assign(variables: dict[str, str | None], name: str, word: str) -> None:
 
 
 def _as_it_stood(word: str, computed: list[str]) -> str:
-    """A word with the parts that a shell would compute, see `_commands`."""
+    """A word with the parts that a shell would compute, see `_command_words`."""
     for i in range(len(computed) - 1, -1, -1):
         word = word.replace(f"${MARK}{i}{MARK}", computed[i])
     return word
 
 
-def _commands(text: str, computed: list[str]) -> Iterator[list[str]]:
+def _command_words(text: str, computed: list[str]) -> Iterator[list[str]]:
     """The words of each command of a script, without comments. What a shell would run within it is moved to `computed`,
     with a mark in its place.
     """
@@ -199,7 +199,7 @@ def _commands(text: str, computed: list[str]) -> Iterator[list[str]]:
     yield words
 
 
-def _options(file: ForeignFile, words: list[str], variables: dict[str, str | None]) -> dict[str, list[str]]:
+def _read_options(file: ForeignFile, words: list[str], variables: dict[str, str | None]) -> dict[str, list[str]]:
     """The options of a trainer's command, or of an array of options; those of its launcher set `file.ranks`."""
     start = 0 if words and words[0].startswith("--") else len(words)
     for i, word in enumerate(words):
@@ -239,7 +239,7 @@ def _read_python(file: ForeignFile, tree: ast.Module, function: str) -> None:
             raise ConfigError(f"name its function, as in FILE.py:{names[-1]}; it has {', '.join(names)}")
         _read_function(file, functions, names[0], {}, 0)
         return
-    values = _variables(tree)
+    values = _assigned_once(tree)
     for call in ast.walk(tree):
         if isinstance(call, ast.Call):
             _read_call(file, call, values)
@@ -270,7 +270,7 @@ def _read_function(
                 file.lines[target.removeprefix("config.")] = Line(result, ast.unparse(node))
 
 
-def _variables(tree: ast.Module) -> dict[str, Any]:
+def _assigned_once(tree: ast.Module) -> dict[str, Any]:
     """The values of names that are assigned once."""
     values, several = dict[str, Any](), set[str]()
     for node in ast.walk(tree):

@@ -50,7 +50,7 @@ def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     names: the values of names, also dotted ones. Raises Unknown.
     """
     try:
-        value = _value(node, names)
+        value = _expression_value(node, names)
     except (ArithmeticError, TypeError, ValueError, RecursionError) as error:
         raise Unknown(str(error) if isinstance(error, Unknown) else "its value is not in the file") from None
     if isinstance(value, str | list | dict) and len(value) > MOST:
@@ -60,7 +60,7 @@ def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     return value
 
 
-def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def _expression_value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value

@@ -101,7 +101,7 @@ def train(
     stopped by another signal.
     """
     settings = [*_section("model", "path", model), *_section("data", "train_files", data)]
-    settings += [*_section("reward", "functions", _entries(reward)), *_section("", "data.val_files", val_data)]
+    settings += [*_section("reward", "functions", _function_entries(reward)), *_section("", "data.val_files", val_data)]
     call = _Call(config, [*settings, *keys.items()])
     name = call.task(task)
     words = []
@@ -145,7 +145,7 @@ def evaluate(
     elif isinstance(model, str | Path) and _is_checkpoint(Path(model).expanduser()):
         keys, model = {"checkpoint": str(model), **keys}, None
     settings = [*_section("model", "path", model), *_section("data", "val_files", data)]
-    settings += _section("reward", "functions", _entries(reward))
+    settings += _section("reward", "functions", _function_entries(reward))
     call = _Call(config, [*settings, *keys.items()])
     return EvaluationResult(call.run("evaluate", call.columns("data.val_files", prompt_key="prompt")))
 
@@ -162,7 +162,7 @@ def _section(section: str, leaf: str, value: Any) -> list[Setting]:
     return [(f"{section}.{leaf}".lstrip("."), value)]
 
 
-def _entries(reward: Any) -> Any:
+def _function_entries(reward: Any) -> Any:
     """The entries of reward.functions, or the section `reward` as it is."""
     if reward is None or (isinstance(reward, Mapping) and "functions" in reward):
         return reward

@@ -158,7 +158,7 @@ class Generation:
                 prompts = self.prompts[start : start + together]
                 responses = self.rollout.draw_validation(prompts, each=lambda *_: None)
                 for number, drawn in enumerate(responses):
-                    self._tell(prompts[number // n], number % n, drawn, file)
+                    self._tell_response(prompts[number // n], number % n, drawn, file)
         if self.file is not None:
             print(f"{len(self.prompts) * n} responses in {self.file}", flush=True)
         if self.forwards:
@@ -166,7 +166,7 @@ class Generation:
             print(f"{each}: {self.tokens} tokens in {self.forwards} passes over a block", flush=True)
         stop_world()
 
-    def _tell(self, prompt: Prompt, number: int, drawn: Drawn, file: TextIO | None) -> None:
+    def _tell_response(self, prompt: Prompt, number: int, drawn: Drawn, file: TextIO | None) -> None:
         """Print a response and write it to the file."""
         forwards = self.rollout.forwards(drawn) if isinstance(self.rollout, BlockDiffusionRollout) else 0
         self.tokens, self.forwards = self.tokens + len(drawn.response), self.forwards + forwards

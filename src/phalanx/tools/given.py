@@ -45,7 +45,7 @@ class Given:
         for key, value in settings:
             plain = self._plain(str(key), value)
             try:
-                text = json.dumps(plain, ensure_ascii=False, default=_path)
+                text = json.dumps(plain, ensure_ascii=False, default=_path_text)
             except TypeError as error:
                 raise ConfigError(
                     f"{key}: {error}; expected values that YAML has, functions, or rows of data"
@@ -80,7 +80,7 @@ class Given:
             return {str(name): self._plain(f"{key}.{name}", inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self._plain(key, inner) for inner in value]
-        return self._function(value) if callable(value) else value
+        return self._function_path(value) if callable(value) else value
 
     def _data(self, key: str, value: Any) -> Any:
         """The data files of a key: paths as they are, rows as a file, and named rows as a file each."""
@@ -102,14 +102,14 @@ class Given:
             if isinstance(row, Mapping):
                 self.columns.setdefault(key, set(row))
             try:
-                lines.append(json.dumps(row, ensure_ascii=False, default=_cell))
+                lines.append(json.dumps(row, ensure_ascii=False, default=_cell_value))
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{key}, row {number}: {error}; expected texts, numbers, lists, dicts or images"
                 ) from None
         return self._file(f"{name}.jsonl", "\n".join(lines) + "\n")
 
-    def _function(self, function: Callable[..., Any]) -> str:
+    def _function_path(self, function: Callable[..., Any]) -> str:
         """A path `module:name` or `path/to/file.py:name` that stands for the function."""
         name = function.__name__ if isinstance(function, FunctionType | type) else type(function).__name__
         module = sys.modules.get(str(function.__module__))
@@ -134,7 +134,7 @@ def source_of(function: Callable[..., Any], name: str) -> str:
     """
     parts: dict[str, str] = {}
     try:
-        _define(function, name, parts)
+        _add_definition(function, name, parts)
     except (OSError, TypeError, ValueError) as error:
         code = [each.__code__ for each in _functions(function)]
         digest = sha256(
@@ -145,7 +145,7 @@ def source_of(function: Callable[..., Any], name: str) -> str:
     return "\n\n".join([head, *parts.values()]) + "\n"
 
 
-def _define(value: Any, name: str, parts: dict[str, str]) -> None:
+def _add_definition(value: Any, name: str, parts: dict[str, str]) -> None:
     """Add the definition of `name` to `parts`, after what it uses. Raises OSError, TypeError or ValueError without a
     source.
     """
@@ -158,23 +158,23 @@ def _define(value: Any, name: str, parts: dict[str, str]) -> None:
     elif isinstance(value, FunctionType):
         text = textwrap.dedent(inspect.getsource(value)).rstrip()
         parts[name] = ""  # a function may call itself
-        for inner, each in sorted(_used(value).items()):
+        for inner, each in sorted(_used_values(value).items()):
             try:
-                _define(each, inner, parts)
+                _add_definition(each, inner, parts)
             except (OSError, TypeError, ValueError) as error:  # perhaps it is only the name of an attribute
                 parts[inner] = f"# {inner} is not here: {error}"
         del parts[name]  # it comes after what it uses
-        parts[name] = f"{name} = {_lambda(text)}" if value.__name__ == "<lambda>" else text
+        parts[name] = f"{name} = {_only_lambda(text)}" if value.__name__ == "<lambda>" else text
     elif isinstance(value, type):
         parts[name] = textwrap.dedent(inspect.getsource(value)).rstrip()
     elif isinstance(value, re.Pattern):
-        _define(re, "re", parts)
+        _add_definition(re, "re", parts)
         parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
     else:
-        parts[name] = f"{name} = {_literal(value, name)}"
+        parts[name] = f"{name} = {_plain_literal(value, name)}"
 
 
-def _used(function: FunctionType) -> dict[str, Any]:
+def _used_values(function: FunctionType) -> dict[str, Any]:
     """The values from outside of a function whose names its code has."""
     codes, values = [function.__code__], dict(inspect.getclosurevars(function).nonlocals)
     while codes:
@@ -186,7 +186,7 @@ def _used(function: FunctionType) -> dict[str, Any]:
     return values
 
 
-def _literal(value: Any, name: str) -> str:
+def _plain_literal(value: Any, name: str) -> str:
     """A plain value as Python writes it. Raises ValueError for others."""
     try:
         if ast.literal_eval(repr(value)) == value:
@@ -196,7 +196,7 @@ def _literal(value: Any, name: str) -> str:
     raise ValueError(f"{name} is of type {type(value).__name__}")
 
 
-def _lambda(text: str) -> str:
+def _only_lambda(text: str) -> str:
     """The only lambda in the lines of a statement. Raises ValueError for lines with several, or with none."""
     try:
         nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda)]
@@ -215,14 +215,14 @@ def _functions(value: Any) -> Iterator[FunctionType]:
             yield each
 
 
-def _path(value: Any) -> Any:
+def _path_text(value: Any) -> Any:
     """A path as text. Raises TypeError for other values."""
     if isinstance(value, Path):
         return str(value.absolute())
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
-def _cell(value: Any) -> Any:
+def _cell_value(value: Any) -> Any:
     """A value of a row that JSON does not have: an image, or the bytes of its file, as a data URL; a number or an array
     of numpy. Raises TypeError for others.
     """
@@ -232,4 +232,4 @@ def _cell(value: Any) -> Any:
         value = file.getvalue()
     if isinstance(value, bytes):
         return f"data:image/png;base64,{base64.b64encode(value).decode()}"
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else _path(value)
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else _path_text(value)

@@ -77,7 +77,7 @@ class _Card:
         # keys of a policy of a joint run begin with its name
         self.prefix = f"{self.trained.policy}." if self.trained.policy else ""
         algorithm = setting(self.config, f"{self.prefix}algorithm.name")
-        self.algorithm = _shown(algorithm) if isinstance(algorithm, str) else None
+        self.algorithm = _shown_text(algorithm) if isinstance(algorithm, str) else None
 
     @cached_property
     def run(self) -> Run | None:
@@ -115,36 +115,36 @@ class _Card:
             f"---\n{data.to_yaml()}\n---",
             f"# {self.name.rpartition('/')[2]}",
             f"{kind} {self._base_words()}, trained{method} with Phalanx for {counted(self.step, 'step')}.",
-            f"```python\n{self._load()}\n```",
-            self._training(),
+            f"```python\n{self._loading_code()}\n```",
+            self._training_table(),
             self._curves(folder),
-            self._validation(),
-            self._command(),
+            self._validation_table(),
+            self._command_block(),
         ]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def _base_words(self) -> str:
         if self.base is None:
-            return f"`{_shown(self.model.path)}`"
+            return f"`{_shown_text(self.model.path)}`"
         return f"[{self.base}](https://huggingface.co/{self.base})"
 
-    def _load(self) -> str:
+    def _loading_code(self) -> str:
         form = "diffusers LoRA" if self.lora and self.library == "diffusers" else self.library
-        return _LOAD[form].format(base=self.base or _shown(self.model.path), here=self.name)
+        return _LOAD[form].format(base=self.base or _shown_text(self.model.path), here=self.name)
 
-    def _files(self, which: str) -> list[str]:
+    def _data_files(self, which: str) -> list[str]:
         files = setting(self.config, f"data.{which}_files")
         return list(map(str, files)) if isinstance(files, list) else []
 
     def _data_sets(self) -> list[str]:
         """The data sets of the hub on which the model was trained."""
         names: list[str] = []
-        for file in self._files("train"):
+        for file in self._data_files("train"):
             with suppress(DataError):  # an entry that no job would read
                 names += [named(file, file)["name"]] if file.startswith(SCHEME) else []
         return list(dict.fromkeys(names))
 
-    def _training(self) -> str:
+    def _training_table(self) -> str:
         """A table of base, data, rewards, ranks and versions."""
         inputs = self.starts[-1]["inputs"] if self.starts else {}
         rows = [("base", self._base_words())]
@@ -153,13 +153,13 @@ class _Card:
         if self.model.revision is not None:
             rows.append(("revision of the base", f"`{self.model.revision}`"))
         for which, words in (("train", "training data"), ("val", "validation data")):
-            for place, file in enumerate(self._files(which)):
+            for place, file in enumerate(self._data_files(which)):
                 digest = inputs.get(f"data.{which}_files[{place}]", {}).get("sha256")
-                rows.append((words, f"`{_shown(file)}`" + (f", SHA-256 `{digest}`" if digest else "")))
+                rows.append((words, f"`{_shown_text(file)}`" + (f", SHA-256 `{digest}`" if digest else "")))
         functions = setting(self.config, "reward.functions")
         for function in functions if isinstance(functions, list) else ():
             if isinstance(function, dict):
-                name = function.get("name") or _shown(str(function.get("path")))
+                name = function.get("name") or _shown_text(str(function.get("path")))
                 rows.append(("reward", f"`{name}`, weight {function.get('weight', 1)}"))
         if self.starts:
             versions = ", ".join(map(" ".join, self.starts[-1]["versions"].items()))
@@ -180,13 +180,13 @@ class _Card:
         parts += [report] if (folder / REPORT_FILE).is_file() else []
         return "\n\n".join(["## Curves", *parts]) if parts else ""
 
-    def _validation(self) -> str:
+    def _validation_table(self) -> str:
         """A table of the last validation before the checkpoint, and of the first one of the run."""
         run, lines = self.run, []
         if run is None:
             return ""
         for name in run.validations():
-            last = self._last(run, f"val/{name}/reward/mean")
+            last = self._last_point(run, f"val/{name}/reward/mean")
             if last is None:
                 continue
             step, mean = last
@@ -200,11 +200,11 @@ class _Card:
         head = "| set | step | mean reward | 95 % interval over prompts | before |\n|---|---|---|---|---|\n"
         return "## Validation\n\n" + head + "\n".join(lines)
 
-    def _last(self, run: Run, key: str) -> tuple[int, float] | None:
+    def _last_point(self, run: Run, key: str) -> tuple[int, float] | None:
         """The last point of a metric that is no later than the checkpoint."""
         return next((point for point in reversed(list(run.points(key))) if point[0] <= self.step), None)
 
-    def _command(self) -> str:
+    def _command_block(self) -> str:
         """The command of the last start, if it was recorded, and the whole configuration, folded."""
         parts = ["## Command"]
         words = self.starts[-1].get("command") if self.starts else None
@@ -212,7 +212,7 @@ class _Card:
             parts.append("A call of `phalanx.train` in Python, with the configuration below.")
         elif words is not None:
             line = shlex.join([self.starts[-1]["task"], *words])
-            parts.append(f"```sh\nsh train.sh {_shown(line, MOST_CONFIG)}\n```")
+            parts.append(f"```sh\nsh train.sh {_shown_text(line, MOST_CONFIG)}\n```")
         if self.config_text is not None:
             text = _PATH.sub("", self.config_text).strip()
             parts.append(f"<details><summary>Configuration</summary>\n\n```yaml\n{text}\n```\n\n</details>")
@@ -246,6 +246,6 @@ def licence_of(path: str, revision: str | None) -> dict[str, str]:
     return licence
 
 
-def _shown(value: str, length: int = LONGEST) -> str:
+def _shown_text(value: str, length: int = LONGEST) -> str:
     """A value for a card, in one line: of absolute paths in it the last part."""
     return cut(_PATH.sub("", " ".join(value.split())), length)

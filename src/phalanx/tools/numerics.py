@@ -84,7 +84,7 @@ class NumericsCheck:
         base, rows, task = None, dict[str, dict[str, Any]](), self.cfg.task
         for name, job in self.jobs.items():
             try:
-                with _named(name, JobError):
+                with _naming_job(name, JobError):
                     if task is not None:
                         rows[name], world = measure_update(job, task, rows.get(BASE))
                     else:
@@ -122,7 +122,7 @@ class NumericsCheck:
     def _read_job(self, name: str, keys: list[str]) -> RLConfig:
         still = [f"trainer.{key}" for key in STILL]
         place = f"trainer.output_dir={self.folder / 'jobs' / name.replace(' ', '_')}"
-        with _named(name):
+        with _naming_job(name):
             loaded: Any = load_config(self.schema, self.cfg.config, [*keys, *still, place])
         job: RLConfig = loaded
         if self.cfg.part is not None:
@@ -132,7 +132,7 @@ class NumericsCheck:
         job.data.val_files = []
         if vars(job).get("placement"):
             raise ConfigError("keys: placement: ranks that only sample have no trainer; leave it out")
-        with _named(name):
+        with _naming_job(name):
             kind = kind_of(job)
             kind.check()
             if self.cfg.task is None and kind.build_algorithm().levels is not None:
@@ -141,7 +141,7 @@ class NumericsCheck:
 
 
 @contextmanager
-def _named(job: str, error: type[Exception] = ConfigError) -> Iterator[None]:
+def _naming_job(job: str, error: type[Exception] = ConfigError) -> Iterator[None]:
     """Raise `error` for a mistake within, which begins with the key of the job."""
     try:
         yield
@@ -188,13 +188,13 @@ def measure(cfg: RLConfig, base: Drawn | None) -> tuple[dict[str, Any], Drawn, W
     start = time.perf_counter()
     samples = collector.sample(0)[0]
     sampled = time.perf_counter()
-    replayed = _replayed(trainer, samples)
+    replayed = _replayed_scores(trainer, samples)
     took = time.perf_counter() - sampled
     sampler, old = _log_probs_of_sampler(collector, samples), updater.rescorer(samples)[0].log_prob
     if samples.on_policy:  # old log-probabilities are those of the training pass
         old, sampler = replayed, sampler.where(~sampler.isnan(), replayed)
-    mask = _everywhere(samples.mask.float()) > 0
-    by_sampler, by_old = (_everywhere((replayed - values).where(samples.mask, 0.0)) for values in (sampler, old))
+    mask = _gathered_values(samples.mask.float()) > 0
+    by_sampler, by_old = (_gathered_values((replayed - values).where(samples.mask, 0.0)) for values in (sampler, old))
     clip = updater.algorithm.clip_range
     row: dict[str, Any] = {
         "unit": "denoising step" if samples.lengths is None else "token",
@@ -212,7 +212,7 @@ def measure(cfg: RLConfig, base: Drawn | None) -> tuple[dict[str, Any], Drawn, W
     return row, Drawn(samples, replayed), world
 
 
-def _replayed(trainer: Any, samples: Samples) -> Tensor:
+def _replayed_scores(trainer: Any, samples: Samples) -> Tensor:
     """Log-probabilities [B, A] by the trainer, in passes of the training's shapes, with the graph for gradients."""
     tokens = None if samples.tokens is None else samples.tokens[:, None]
     parts = trainer.updater.plan.passes_of(1).parts(len(samples.index), tokens)
@@ -251,7 +251,7 @@ def _beside(trainer: Any, samples: Samples, base: Drawn) -> dict[str, float]:
     if isinstance(trace, FlowTrace):  # with texts that its own encoders have read
         read = replace(theirs.trace, embeds=trace.embeds, prompt_index=trace.prompt_index)
         theirs = replace(theirs, trace=read)
-    off = (_replayed(trainer, theirs) - base.replayed).abs().where(theirs.mask, 0.0)
+    off = (_replayed_scores(trainer, theirs) - base.replayed).abs().where(theirs.mask, 0.0)
     return {
         "equal_samples": float(reduce_int(equal, "sum")),
         "samples": float(reduce_int(len(samples.index), "sum")),
@@ -269,7 +269,7 @@ def _final_states(samples: Samples) -> Tensor | list[Tensor]:
     return responses
 
 
-def _everywhere(values: Tensor) -> Tensor:
+def _gathered_values(values: Tensor) -> Tensor:
     """Values [B, A] of the samples of all ranks, [N, A] with A of the rank that has most."""
     width = reduce_int(values.shape[1], "max")
     return all_gather(pad(values.float().cpu(), (0, width - values.shape[1])))

@@ -16,12 +16,12 @@ def open_checkpoint(checkpoint: str, weights: str, use: Use, policy: str | None 
 
     Raises ValueError if the checkpoint does not exist, is incomplete, or lacks these weights, or needs trust.
     """
-    folder = _locate(checkpoint)
+    folder = _locate_checkpoint(checkpoint)
     run = read_run(folder.parent.parent / "config.yaml", *known_schemas(), policy=policy, use=use)
     return opened(folder, run, weights, policy)
 
 
-def _locate(given: str) -> Path:
+def _locate_checkpoint(given: str) -> Path:
     """The folder of the checkpoint given by the key: a step_NNNNNN folder, or the newest or the best one of a run."""
     folder = named_folder(given)
     if not folder.is_dir():

@@ -87,7 +87,7 @@ class Generator:
             folder = broadcast_object(str(self.trained.folder))
             if folder != str(self.trained.folder):
                 self.trained = open_checkpoint(folder, cfg.weights, use, PAINTER)
-        self.policy = self._policy(family)
+        self.policy = self._build_policy(family)
         check_guidance(cfg, self.policy.model)
         settings = rollout_settings(cfg, self.base.rollout)
         try:
@@ -96,7 +96,7 @@ class Generator:
             raise ConfigError(str(error).removeprefix("rollout.")) from None
         name_unused_columns([(self.prompts, self.rollout.val_sampler.guided)], self.policy.model)
 
-    def _policy(self, family: type[FlowModel]) -> FlowPolicy:
+    def _build_policy(self, family: type[FlowModel]) -> FlowPolicy:
         """Build the model on the mesh, with its weights in the compute dtype, since none is trained."""
         data = self.base.data
         if self.cfg.max_prompt_length is not None:

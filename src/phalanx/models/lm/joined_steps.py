@@ -43,10 +43,10 @@ def _forward(seat: Seat, trained: TrainedModel, **given: Any) -> Any:
         (part._disable_adapters for part in trained.module.modules() if isinstance(part, FusedLinear)), True
     )
     key = "decode", given["input_ids"].shape[1], lora_off, given["logits_to_keep"]
-    return seat.ask(key, (trained, given), _together)
+    return seat.ask(key, (trained, given), _joined_pass)
 
 
-def _together(steps: Sequence[Step]) -> list[Any]:
+def _joined_pass(steps: Sequence[Step]) -> list[Any]:
     """The outputs, with `logits`, of a pass over the tokens of all jobs."""
     trained, given = steps[0]
     if len(steps) == 1:

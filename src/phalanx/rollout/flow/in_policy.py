@@ -15,8 +15,8 @@ from phalanx.functional.flow import FlowTrace, Sampler
 from phalanx.functional.sde import typical_std
 from phalanx.functional.window import sde_window, trained_steps, window_reach
 from phalanx.models.flow.context import check_tokens
+from phalanx.models.flow.embeds import EncodeAhead
 from phalanx.models.flow.policy import FlowPolicy
-from phalanx.rollout.flow.ahead import EncodeAhead
 from phalanx.rollout.flow.denoise import Generated, Job, Schedule, generate
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.types import Each, Prompt, Samples

@@ -22,7 +22,7 @@ from phalanx.config.files import json_object
 from phalanx.config.lm import LMDataConfig
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import chat_of
-from phalanx.data.unusable import UnusableRows
+from phalanx.data.unusable import UnusableRows, above_limit
 from phalanx.distributed.collectives import local_numbers, on_all_ranks
 from phalanx.environments.texts import in_texts
 from phalanx.functional.tokens import TokenTrace
@@ -195,10 +195,7 @@ def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[P
         answers = read[id(row)]
         longest = max(len(answer.tokens) for answer in answers)
         if longest > limit and overlong == "error":
-            raise DataError(
-                f"{row.place}: its response has {longest} tokens, more than data.max_response_length={limit}; raise "
-                "that, or set data.overlong_prompts to filter or truncate"
-            )
+            raise above_limit(f"{row.place}: its response", f"{longest} tokens", "data.max_response_length", limit)
         if longest <= limit or overlong == "truncate":
             kept.append(replace(row, meta=row.meta | {ANSWERS: [answer.cut(limit) for answer in answers]}))
     if not kept:

@@ -7,7 +7,7 @@ from phalanx.run.rules.rollout_rules import redrawn
 from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, key_and_value
 
 
-def _comparing(c: Any) -> str | None:
+def _comparing_key(c: Any) -> str | None:
     """The key that compares the rewards of a prompt's samples, if one is set, and its value."""
     key = "reward.normalize" if c.reward.normalize != "none" else redrawn(c)
     return key and key_and_value(c, key).replace(": ", "=")
@@ -31,7 +31,7 @@ RULES = (
          " leaves {c.algorithm:name=} nothing to compare a sample with; set it to at least 2, or "
          "{c.algorithm:name}=ppo, which needs no groups"),
     Rule("rollout.n reward.normalize rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,
-         lambda c: _comparing(c) if c.rollout.n == 1 else None,
+         lambda c: _comparing_key(c) if c.rollout.n == 1 else None,
          " leaves {x} no group of samples to compare; set it to at least 2, or leave the other key out"),
     Rule("trainer.critic_warmup trainer.total_training_steps", LM_RL,
          lambda c: 0 < (c.trainer.total_training_steps or 0) < c.trainer.critic_warmup,

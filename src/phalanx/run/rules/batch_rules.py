@@ -6,7 +6,7 @@ from typing import Any
 from phalanx.run.rules.rule import BLOCK_DIFFUSION, FLOW_MATCHING, LM, LM_RL, RL, RUN, Rule, value_of
 
 
-def _budget(c: Any) -> tuple[int, str, str] | None:
+def _over_budget(c: Any) -> tuple[int, str, str] | None:
     """If the longest sample has more tokens than a pass may have: its tokens, further keys that determine them, and the
     ranks that share a pass, in words.
     """
@@ -43,7 +43,7 @@ RULES = (
          "{c.actor:ppo_mini_batch_size}"),
     _given_twice("data", "train_batch_size", RUN),
     Rule("actor.ppo_max_token_len_per_gpu actor.use_dynamic_bsz data.max_prompt_length data.max_response_length", LM_RL,
-         _budget,
+         _over_budget,
          " tokens{x[2]} are too few for a sample, which may have {x[0]} (data.max_prompt_length, "
          "data.max_response_length{x[1]})"),
     Rule("data.min_pixels data.max_pixels", LM,

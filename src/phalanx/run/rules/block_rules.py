@@ -19,7 +19,7 @@ def _not_whole(key: str, length: int | None, size: int | None) -> tuple[str, int
     return key, length, size, below, below + size
 
 
-def _excluded(c: Any) -> str | None:
+def _excluded_key(c: Any) -> str | None:
     """The first key whose value does not work with the blocks of the model."""
     r, model = c.rollout, c.model
     samples = r.facts.blocks if ":" in r.engine else r.engine in BLOCK_ENGINES
@@ -65,7 +65,7 @@ RULES = (
          " trains a critic, which reads from left to right and not in blocks ({c.model:block_size=}); set "
          "{c.algorithm:name}=grpo, or leave {c.model:block_size} out"),
     Rule("rollout.engine rollout.top_k rollout.top_p rollout.min_p model.use_remove_padding model.attn_implementation "
-         "model.block_size", LM, _excluded,
+         "model.block_size", LM, _excluded_key,
          " does not work with block diffusion ({c.model:block_size=}); leave it out"),
     Rule("block_diffusion.noise_range_low block_diffusion.noise_range_high", BLOCK_DIFFUSION,
          lambda c: c.block_diffusion.noise_range_low > c.block_diffusion.noise_range_high,

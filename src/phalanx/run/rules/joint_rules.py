@@ -10,7 +10,7 @@ def _unlike(value: Any) -> Callable[[Any], bool]:
     return lambda given: bool(given != value)
 
 
-def _first(keys: tuple[str, ...], excluded: Callable[[Any], bool]) -> Callable[[Any], str | None]:
+def _first_key(keys: tuple[str, ...], excluded: Callable[[Any], bool]) -> Callable[[Any], str | None]:
     """The first of these keys, if the job has it, with an excluded value."""
 
     def broken(c: Any) -> str | None:
@@ -35,7 +35,7 @@ def _learns(excluded: Callable[[Any], bool]) -> Callable[[Any], str | None]:
     return broken
 
 
-def _whole(c: Any) -> str | None:
+def _rank_key(c: Any) -> str | None:
     """The key of the rank of the first policy all of whose weights are trained."""
     for part in c.train:
         if value_of(c, f"{part}.model.lora_rank") == 0:
@@ -58,7 +58,7 @@ _EXCLUDED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )  # fmt: skip
 
 RULES = (
-    *(Rule(keys, JOINT, _first(tuple(keys.split()), excluded), f" {text}") for keys, excluded, text in _EXCLUDED),
+    *(Rule(keys, JOINT, _first_key(tuple(keys.split()), excluded), f" {text}") for keys, excluded, text in _EXCLUDED),
     Rule("writer.rollout.partial_rollout", JOINT, lambda c: c.writer.rollout.partial_rollout,
          "writer.rollout.partial_rollout: true would leave texts of a step unfinished, but the painter needs them all; "
          "set it to false"),
@@ -79,7 +79,7 @@ RULES = (
          " would compare images of different texts with painter.algorithm.name={c.painter.algorithm.name}; set it to "
          "rewrite"),
     Rule("trainer.export_each_save writer.model.lora_rank painter.model.lora_rank train", JOINT,
-         lambda c: c.trainer.export_each_save and _whole(c),
+         lambda c: c.trainer.export_each_save and _rank_key(c),
          "trainer.export_each_save: exports LoRAs, and {x}=0 trains all weights, which are as large as the base; "
          "export the checkpoints that are needed with `phalanx export`"),
 )  # fmt: skip

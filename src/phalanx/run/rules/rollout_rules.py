@@ -8,7 +8,7 @@ from phalanx.config.engine_facts import EngineFacts
 from phalanx.run.rules.rule import CONTEXT, FLOW, FLOW_MATCHING, FLOW_RL, LM, LM_RL, RL, RUN, Rule
 
 
-def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
+def _able_engines(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
     """The built-in engines whose facts satisfy `able`, as a setting such as rollout.engine=policy or vllm."""
     names = [name for name in rollout.ENGINES if able(replace(rollout, engine=name).facts)]
     return f"{rollout:engine}={' or '.join(names)}"
@@ -91,7 +91,7 @@ RULES = (
          " needs an engine that draws again, such as {c.rollout:engine}=policy; set it to 1"),
     Rule("rollout.num_frames rollout.engine", FLOW,
          lambda c: c.rollout.num_frames > 1 and not c.rollout.facts.videos
-         and _able(c.rollout, lambda facts: facts.videos),
+         and _able_engines(c.rollout, lambda facts: facts.videos),
          " needs {x}; {c.rollout.engine} samples images, not videos"),
     Rule("rollout.num_frames", FLOW_MATCHING, lambda c: c.rollout.num_frames > 1,
          ": flow matching trains on images; set it to 1"),

@@ -82,14 +82,16 @@ def without_choice(c: Any, **given: Any) -> Iterator[str]:
     made. given: `a`, the algorithm, for choices that depend on its facts, instead of the others.
     """
     schemas = {schema.__name__ for schema in type(c).__mro__}
-    for key, value, choices in _keys(c, "", ()):
+    for key, value, choices in _conditional_keys(c, "", ()):
         for choice in choices:
             applies = choice.schema in schemas and choice.fact is bool(given)
             if applies and not choice.made(c, key.rpartition(".")[2], *given.values()):
                 yield f"{key}: {_in_a_file(value)} {choice.message.format(c=c)}"
 
 
-def _keys(section: Any, name: str, above: tuple[Choice, ...]) -> Iterator[tuple[str, Any, tuple[Choice, ...]]]:
+def _conditional_keys(
+    section: Any, name: str, above: tuple[Choice, ...]
+) -> Iterator[tuple[str, Any, tuple[Choice, ...]]]:
     """Iterate over the keys that are not at their defaults and need choices: dotted name, value, choices."""
     defaults = type(section)()
     for f in fields(section):
@@ -98,6 +100,6 @@ def _keys(section: Any, name: str, above: tuple[Choice, ...]) -> Iterator[tuple[
         if is_dataclass(value):
             if isinstance(value, Section) and value.names[""].endswith(f".{key}"):
                 key = value.names[""]  # of a policy of a joint run
-            yield from _keys(value, key, choices)
+            yield from _conditional_keys(value, key, choices)
         elif choices and value != vars(defaults)[f.name]:
             yield key, value, choices

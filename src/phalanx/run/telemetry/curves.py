@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from phalanx.config.files import json_object
 from phalanx.config.messages import MOST_SHOWN
+from phalanx.run.telemetry.advice import PATIENCE, Advisor
 from phalanx.run.telemetry.growing_file import GrowingFile
-from phalanx.telemetry.advice import PATIENCE, Advisor, is_training_row
+from phalanx.telemetry.timers import is_training_row
 
 Point = tuple[int, float]
 MOST_COUNT = 1 << 53  # a larger integer is not exact in a browser

@@ -163,7 +163,7 @@ class RankFiles:
         for event in _take_entries(self._events):
             lines.append(json.dumps(event))
         if is_due:
-            lines += self._spans()
+            lines += self._span_lines()
         if lines:
             _append_text(self._folder, self._names["jsonl"], "\n".join([*lines, ""]))
         text = exit.hide(CONTROL.sub("", "".join(_take_entries(self._text))))
@@ -175,7 +175,7 @@ class RankFiles:
             self._due = time.monotonic() + turn * self._state_interval
             self._write_state()
 
-    def _spans(self) -> list[str]:
+    def _span_lines(self) -> list[str]:
         """The lines of the phases and waits that have ended since the last call."""
         lines = []
         for name, step, begin, end in _take_entries(self._timers.spans):

@@ -20,9 +20,9 @@ from phalanx.config.joint import POLICIES, WRITER
 from phalanx.config.messages import ConfigError, reason
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
+from phalanx.run.telemetry.advice import Advisor
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE
-from phalanx.telemetry.advice import Advisor
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
 from phalanx.telemetry.records import Record, kind_of, save_records
 from phalanx.telemetry.timers import Timers
@@ -102,7 +102,7 @@ class RunLogger:
         """Write one row. `step` must be greater than that of the previous row; values may be NaN or infinite.
 
         Adds `perf/elapsed_s`, the seconds since the run began (including earlier starts of a resumed run), and logs a
-        warning for each sign that the run does not learn, once per kind: see phalanx.telemetry.advice.
+        warning for each sign that the run does not learn, once per kind: see phalanx.run.telemetry.advice.
         """
         if self._file is None:
             return

@@ -233,8 +233,8 @@ def _changed_cards(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
                 changes.append((abs(row["reward"] - other["reward"]), -sample))
         place = change["index"], -max(changes, default=(0.0, 0))[1]
         sides = _sample_side("mean before", change["before"], others[place], baseline)
-        cards.append(_card(rows[place], sides + _sample_side("mean now", change["now"], rows[place], now)))
-    return folded_cards(cards, _look(now.rows, 2))
+        cards.append(_sample_card(rows[place], sides + _sample_side("mean now", change["now"], rows[place], now)))
+    return folded_cards(cards, _cards_look(now.rows, 2))
 
 
 def _extreme_cards(now: Side) -> str:
@@ -245,8 +245,8 @@ def _extreme_cards(now: Side) -> str:
     for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):
         cards = []
         for row in shown:
-            cards.append(_card(row, _sample_side("reward", row["reward"], row, now)))
-        html += f"<h3>{title} rewards</h3>{folded_cards(cards, _look(now.rows, 1))}"
+            cards.append(_sample_card(row, _sample_side("reward", row["reward"], row, now)))
+        html += f"<h3>{title} rewards</h3>{folded_cards(cards, _cards_look(now.rows, 1))}"
     return html if count else ""
 
 
@@ -261,23 +261,23 @@ def _prompt_cards(now: Side) -> str:
         sides = ""
         for row in rows[:beside]:
             sides += _sample_side("reward", row["reward"], row, now)
-        cards += _card(rows[0], sides)
+        cards += _sample_card(rows[0], sides)
     shown, number = min(most, len(prompts)), max(map(len, prompts.values()), default=0)
     title = f"{'All' if shown == len(prompts) else f'{shown} of'} {len(prompts)} prompts"
     title += f", {min(beside, number)} of {number} samples each" if number > beside else ""
-    return html_details(title, f"<div {_look(now.rows, min(beside, number))}>{cards}</div>")
+    return html_details(title, f"<div {_cards_look(now.rows, min(beside, number))}>{cards}</div>")
 
 
 def _is_text(rows: Sequence[Row]) -> bool:
     return bool(rows) and "text" in rows[0]
 
 
-def _look(rows: Sequence[Row], beside: int) -> str:
+def _cards_look(rows: Sequence[Row], beside: int) -> str:
     """The attributes of the element around cards with this many samples beside each other."""
     return f'class="cards {"samples" if _is_text(rows) else ""}" style="--w:256px;--n:{beside}"'
 
 
-def _card(row: Row, sides: str) -> str:
+def _sample_card(row: Row, sides: str) -> str:
     truth = row.get("columns", {}).get("ground_truth")
     below = "" if truth is None else f"<p class=n>ground truth: {escape(cut(str(truth), 2000))}</p>"
     return f'<figure><figcaption>{escape(row["prompt"])}{below}</figcaption><div class="pair">{sides}</div></figure>'

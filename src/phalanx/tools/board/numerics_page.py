@@ -30,8 +30,10 @@ def numerics_page(result: Mapping[str, Any]) -> bytes:
         body.append(html_table(["job", *UPDATE_TITLES], cells) + notes + "</section>")
         return document("Check of numerics", facts, body, footer)[0]
     if base["sampler"]:
-        body.append(f'<div class="tiles" style="--columns:3">{_tiles(base)}</div>')
-    rows = [[name, *_cells(job["sampler"]), _largest(job["old"]), *_beside(job)] for name, job in jobs.items()]
+        body.append(f'<div class="tiles" style="--columns:3">{_stats_tiles(base)}</div>')
+    rows = [
+        [name, *_stats_cells(job["sampler"]), _largest_ratio(job["old"]), *_beside(job)] for name, job in jobs.items()
+    ]
     beside = [
         "old: largest",
         "samples equal to the job's",
@@ -42,9 +44,9 @@ def numerics_page(result: Mapping[str, Any]) -> bytes:
     ]
     body.append(html_table(["job", *TITLES, *beside], rows) + notes_html([*NOTES, *refused]) + "</section>")
     for name, job in jobs.items():
-        table = [[_place(part), *_cells(part)] for part in job["positions"]]
+        table = [[_place(part), *_stats_cells(part)] for part in job["positions"]]
         content = html_table([job["unit"], *TITLES], table)
-        content += html_table(["old log-probabilities", *TITLES], [["of the loss", *_cells(job["old"])]])
+        content += html_table(["old log-probabilities", *TITLES], [["of the loss", *_stats_cells(job["old"])]])
         content += notes_html([" ".join(result["keys"][name]) or "As configured."])
         body.append(html_details(name, content, is_open=job is base))
     return document("Check of numerics", facts, body, footer)[0]
@@ -57,21 +59,21 @@ def _update_cells(job: Mapping[str, Any]) -> list[str]:
     return [*values, f"{job['step_s']:.2f}", f"{job['memory_gb']:.2f}"]
 
 
-def _tiles(job: Mapping[str, Any]) -> str:
+def _stats_tiles(job: Mapping[str, Any]) -> str:
     stats = job["sampler"]
     tiles = value_tile("largest |ratio - 1|", f"{stats['largest']:.1e}", f"the clip range is {job['clip_range']:g}")
     tiles += value_tile("beyond the clip range", f"{100 * stats['actions_clipped']:.3g} %", f"of {job['unit']}s")
     return tiles + value_tile("KL", f"{stats['k3']:.1e}", f"per {job['unit']}")
 
 
-def _cells(stats: Mapping[str, float]) -> list[str]:
+def _stats_cells(stats: Mapping[str, float]) -> list[str]:
     if not stats:
         return ["-"] * len(COLUMNS)
     cells = [f"{stats[name]:.1e}" for name in COLUMNS[:4]]
     return cells + [f"{100 * stats[name]:.3g} %" for name in COLUMNS[4:]]
 
 
-def _largest(stats: Mapping[str, float]) -> str:
+def _largest_ratio(stats: Mapping[str, float]) -> str:
     return f"{stats['largest']:.1e}" if stats else "-"
 
 

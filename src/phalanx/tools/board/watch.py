@@ -124,14 +124,14 @@ class FolderWatcher:
     def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
         """The page of the folder or of runs, and its Content-Security-Policy."""
         if query and "of" in query:
-            return self._watcher(query["of"]).page()
+            return self._watcher_of(query["of"]).page()
         with self._lock:
             return table_page(self._table.root, self._data(), live=True)
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
         if path != "/table":
-            return self._watcher(query.get("of", "")).ask(path, query)
+            return self._watcher_of(query.get("of", "")).ask(path, query)
         with self._lock:
             data = self._data()
         key = seen_key(data)
@@ -143,7 +143,7 @@ class FolderWatcher:
             states[folder] = self._beats.state(folder)
         return self._table.data(states, folders)
 
-    def _watcher(self, of: str) -> Watcher:
+    def _watcher_of(self, of: str) -> Watcher:
         """The watcher of these runs; the last ones that were asked for are kept."""
         known = self._table.folders()
         names = None

@@ -45,7 +45,7 @@ def rehearsed(kind: Flow, cluster: Cluster, plan: BatchPlan, *, teaches: bool, l
     keep_last_steps(policy, rollout, algorithm.last_steps, cfg.model)
     teachers: dict[str, LoadedFlowTeacher] = {}
     for teacher in algorithm.teachers if teaches else ():
-        teachers[teacher.name] = _teacher(teacher, cfg, policy, rollout.micro_batch_size)
+        teachers[teacher.name] = _planned_teacher(teacher, cfg, policy, rollout.micro_batch_size)
     if teaches and TEACHER in algorithm.averages:
         teachers[TEACHER] = own_teacher(cfg, policy, rollout.micro_batch_size)
     with policy.ledger, policy.ledger.uncounted():
@@ -73,7 +73,7 @@ class _Engine(PolicyRollout):
             yield
 
 
-def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, micro: int) -> LoadedFlowTeacher:
+def _planned_teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, micro: int) -> LoadedFlowTeacher:
     """As load_teacher; text encoders with the same shapes count as equal."""
     with reported_by({"model": taught_model(teacher, cfg.model)}):
         folder = fetch(teacher.path, teacher.revision)

@@ -167,7 +167,7 @@ def relative(one: float, other: float) -> float:
 def describe_settings(one: Path, other: Path) -> list[str]:
     """Lines about configurations, versions, processors, ranks and input files that differ."""
     configs = [flat(read_config(folder)[1]) for folder in (one, other)]
-    lines = _changes("configuration", configs[0], configs[1], PLACES)
+    lines = _changed_lines("configuration", configs[0], configs[1], PLACES)
     entries = [read_provenance(one), read_provenance(other)]
     for folder, starts in zip((one, other), entries, strict=True):
         if not starts:
@@ -176,11 +176,11 @@ def describe_settings(one: Path, other: Path) -> list[str]:
             lines.append(f"{folder}: resumed after step {starts[-1]['step']}")
     if entries[0] and entries[1]:
         for name in ("ranks", "versions", "processor", "inputs"):
-            lines += _changes(name, flat(entries[0][0][name]), flat(entries[1][0][name]))
+            lines += _changed_lines(name, flat(entries[0][0][name]), flat(entries[1][0][name]))
     return [plain(line) for line in lines]
 
 
-def _changes(kind: str, one: dict[str, str], other: dict[str, str], without: Sequence[str] = ()) -> list[str]:
+def _changed_lines(kind: str, one: dict[str, str], other: dict[str, str], without: Sequence[str] = ()) -> list[str]:
     changed = []
     for key in sorted(one.keys() | other.keys()):
         if key not in without and one.get(key) != other.get(key):
@@ -210,7 +210,7 @@ def _compare_checkpoints(result: Comparison, one: Path, other: Path, last: int) 
 def _compare_tensors(one: Path, other: Path, missing: list[str]) -> tuple[dict[str, float], list[str]]:
     """The distance of each tensor that two checkpoints have, and `missing` with lines about the others."""
     entries = tensor_entries(one), tensor_entries(other)
-    tensors, lines = dict[str, float](), [*missing, *_lacking(entries[0].keys() ^ entries[1].keys())]
+    tensors, lines = dict[str, float](), [*missing, *_lacking_names(entries[0].keys() ^ entries[1].keys())]
     for name in sorted(entries[0].keys() & entries[1].keys(), key=model_order):
         if entries[0][name].size != entries[1][name].size:
             lines.append(f"{name} has the shapes {list(entries[0][name].size)} and {list(entries[1][name].size)}")
@@ -244,14 +244,14 @@ def _compare_digests(
             return
         sides.append(known[1])
     result.checkpoint, result.tensors = step, {}
-    result.missing += _lacking(sides[0].keys() ^ sides[1].keys())
+    result.missing += _lacking_names(sides[0].keys() ^ sides[1].keys())
     for name in sorted(sides[0].keys() & sides[1].keys(), key=model_order):
         (digest, norm), (other, other_norm) = sides[0][name], sides[1][name]
         result.tensors[name] = 0.0 if digest == other else max(relative(norm, other_norm), 1e-30)
     _note_layer(result, step, result.tensors)
 
 
-def _lacking(names: Iterable[str]) -> list[str]:
+def _lacking_names(names: Iterable[str]) -> list[str]:
     lacking = ", ".join(sorted(names))
     return [f"only one run has the weights {cut(lacking)}"] if lacking else []
 

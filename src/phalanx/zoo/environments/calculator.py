@@ -19,7 +19,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-def _rounded(number: int | float, digits: int | None = None) -> int | float:
+def _round_number(number: int | float, digits: int | None = None) -> int | float:
     # for an integer, Python computes 10 ** -digits while it holds the GIL
     return round(number) if digits is None else round(number, max(digits, -_BITS))
 
@@ -27,8 +27,8 @@ def _rounded(number: int | float, digits: int | None = None) -> int | float:
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "ceil": math.ceil, "cos": math.cos, "exp": math.exp, "floor": math.floor, "gcd": math.gcd,
-    "log": math.log, "log10": math.log10, "log2": math.log2, "max": max, "min": min, "round": _rounded, "sin": math.sin,
-    "sqrt": math.sqrt, "tan": math.tan,
+    "log": math.log, "log10": math.log10, "log2": math.log2, "max": max, "min": min, "round": _round_number,
+    "sin": math.sin, "sqrt": math.sqrt, "tan": math.tan,
 }  # fmt: skip
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _KNOWN = "numbers, + - * / // % **, parentheses, pi, e, and " + ", ".join(_FUNCTIONS)

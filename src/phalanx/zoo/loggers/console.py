@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import exit
 from phalanx.config.messages import counted
-from phalanx.telemetry.advice import is_training_row
 from phalanx.telemetry.loggers import LOSS, Logger, RunStart
 from phalanx.telemetry.records import SAMPLES, Record, kind_of, spoken, summary
+from phalanx.telemetry.timers import is_training_row
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -168,7 +168,7 @@ def written(text: str) -> str:
     for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
     text = re.sub("&", " and ", text) if r"\begin" not in text else text
-    text = _tuple(_OPEN.sub(_interval, text).strip().removeprefix("=").strip())
+    text = _tuple_values(_OPEN.sub(_half_open, text).strip().removeprefix("=").strip())
     if not text.startswith(_LIST):
         text = _THOUSANDS.sub(_join_digits, text)
     text = _SPACED.sub(lambda match: match[1] + match[2].replace(" ", ""), _BLANK.sub(" ", text).strip())
@@ -265,14 +265,14 @@ def same(answer: str, truth: str) -> bool:
     return decimal is not None and decimal == number(others)
 
 
-def _interval(result: "re.Match[str]") -> str:
+def _half_open(result: "re.Match[str]") -> str:
     """[1,2) of [1,2[; other pairs of brackets stay."""
     if result[1] + result[3] == "[]":
         return result.group()
     return ("[" if result[1] == "[" else "(") + result[2] + ("]" if result[3] == "]" else ")")
 
 
-def _tuple(text: str) -> str:
+def _tuple_values(text: str) -> str:
     """(3,5) of x=3, y=5, and of y=5, x=3: values of different letters, in the order of the letters."""
     values = dict[str, str]()
     items = re.split(r",| and |\\(?:text|textrm|mathrm|mbox) ?\{ ?and ?\}", text)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from phalanx.config.joint import PAINTER
+from phalanx.telemetry.timers import is_training_row
 
 PATIENCE = 5  # consecutive steps without a learning signal before a warning, or all steps of a shorter job
 SAME_STEPS = 10  # consecutive steps with exactly the same mean reward before a warning
@@ -90,11 +91,6 @@ class Advisor:
             return False
         self._reported.add(kind)
         return True
-
-
-def is_training_row(row: dict[str, Any]) -> bool:
-    """Whether a row belongs to a training step; a validation before training logs only val/, time/ and a clock."""
-    return any(not key.startswith(("val/", "time/", "perf/elapsed_s")) and key != "step" for key in row)
 
 
 def _why_nothing_was_updated(row: dict[str, Any]) -> str | None:
