@@ -218,6 +218,19 @@ def row(largest: float, old: float, seconds: float = 1.0, correction: str | None
     return {"unit": "denoising step", "clip_range": 1e-4, "correction": correction, **sides, **times}
 
 
+@pytest.mark.parametrize(
+    ("folder", "keys", "unit"),
+    [
+        ("words", [], "token"),
+        ("digits", ["rollout.height=24", "rollout.width=48", "data.max_prompt_length=1"], "denoising step"),
+    ],
+)
+def test_a_model_folder_needs_no_configuration(folder: str, keys: list[str], unit: str, tmp_path: Path) -> None:
+    result = checked(1, config(tmp_path, [f"model.path=assets/{folder}/base", "model.dtype=float32", *keys], {}))
+    assert result["jobs"][BASE]["unit"] == unit
+    assert result["verdict"].startswith(("Exact: ", "Sound: "))
+
+
 def test_verdicts() -> None:
     """Each names the setting that mends it: of the exact variants that of the fastest."""
     assert verdict({BASE: row(0, 0)}, {}).startswith("Exact: ")
@@ -227,6 +240,12 @@ def test_verdicts() -> None:
     assert verdict(off, {"slow": ["a=1"], "fast": ["b=2", "c=3"], "off": ["d=4"]}) == (
         "Off: |ratio - 1| is at most 1.0e-01, the clip range 0.0001, which clips 42 % of denoising steps before any "
         "update; set b=2 c=3 (fast), where none is."
+    )
+    assert verdict({BASE: row(0.1, 0.1)}, {"refused as it was built": ["a=1"]}).startswith("Off: ")
+    few = row(5e-5, 5e-5)
+    few["sampler"] = few["sampler"] | {"actions_clipped": 0.0}
+    assert verdict({BASE: few}, {}).startswith(
+        "Off: |ratio - 1| is at most 5.0e-05, more than a tenth of the clip range 0.0001, which clips 0 % of "
     )
     assert verdict({BASE: row(0.1, 0.1, correction="none")}, {}).endswith("; set rollout.correction=rescore.")
     assert verdict({BASE: row(0.1, 0.1)}, {}).endswith("; from its second step on the job recomputes old ones.")
@@ -248,4 +267,16 @@ def test_mistakes(sd3_folder: Path, tmp_path: Path) -> None:
             NumericsCheck(CheckNumericsConfig(config=f"configs/{config_file}.yaml"))
     with refused("config: nothing.yaml: no such configuration file"):
         NumericsCheck(CheckNumericsConfig(config="nothing.yaml"))
+    for kind, engines in (("grpo", "policy, vllm, dataset"), ("flowgrpo", "policy, vllm_omni, dataset")):
+        mistaken = CheckNumericsConfig(config=f"configs/{kind}/quickstart.yaml", keys=["rollout.engine=foo"])
+        with refused(
+            f"keys: rollout.engine: expected one of {engines}, module:Class, path/to/file.py:Class, got 'foo'"
+        ):
+            NumericsCheck(mistaken)
+    with refused("part: configs/grpo/quickstart.yaml is not of a joint run; leave it out"):
+        NumericsCheck(CheckNumericsConfig(config="configs/grpo/quickstart.yaml", part="writer"))
+    typo = tmp_path / "typo.yaml"
+    typo.write_text(Path("configs/flowgrpo/quickstart.yaml").read_text().replace("  dtype:", "  dtipe:"))
+    with refused(f"config: {typo}: unknown key model.dtipe; did you mean model.dtype?"):
+        NumericsCheck(CheckNumericsConfig(config=str(typo)))
     assert load(CheckNumericsConfig, None, ["variants={b: [rollout.n=4]}"]).variants == {"b": ["rollout.n=4"]}

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,22 @@ def test_other_ranks_are_within_rounding(runs: Path) -> None:
     assert result.parted is None
     assert result.verdict().startswith(("equal within rounding", "equal to the last bit"))
     assert 0 <= max((result.tensors or {}).values()) < 1e-3
+
+
+def test_other_instructions_are_within_rounding(runs: Path, tmp_path: Path) -> None:
+    """As on an older processor: torch and its libraries are limited when a process starts, which no fork can be."""
+    older = "DEFAULT" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "AVX2"
+    limits = {"ATEN_CPU_CAPABILITY": older.lower(), "MKL_ENABLE_INSTRUCTIONS": older, "ONEDNN_MAX_CPU_ISA": older}
+    env = os.environ | limits | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *QUICKSTART, f"trainer.output_dir={tmp_path / 'older'}"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = compare_runs(runs / "one", tmp_path / "older")
+    assert f"  instructions: {torch.backends.cpu.get_cpu_capability()} and {older}" in result.settings
+    assert result.first is not None, "no kernel was another"
+    assert result.within_rounding
+    again = rerun.prepare_rerun(tmp_path / "older", tmp_path / "x", [])
+    assert f"ATEN_CPU_CAPABILITY {older.lower()} there, not set here" in again.different
 
 
 def test_another_seed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +275,16 @@ def test_a_row_of_a_board(
     weights["weights"][name] = ["0" * 16, weights["weights"][name][1] * (1 + 2e-3)]
     (tmp_path / "row" / "weights.json").write_text(json.dumps(weights))
     result = compare_runs(tmp_path / "row", tmp_path / "row_verify")
-    assert result.verdict().endswith(f"no metric by more than rounding, but the weight {name} by 2.0e-03")
+    assert result.verdict().endswith(f"no metric by more than rounding, but the weight {name} by 2.0e-03 in its norm")
+    weights["weights"][name][1] /= 1 + 2e-3
+    (tmp_path / "row" / "weights.json").write_text(json.dumps(weights))
+    assert f"  first {name}: in its digest but not in its norm" in compare_runs(tmp_path / "row", runs / "one").lines()
+    metrics = tmp_path / "row" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))  # as of a shorter run
+    assert compare_runs(tmp_path / "row", runs / "one").settings == [
+        f"steps: {STEPS - 1} and {STEPS}",
+        f"only one run has step {STEPS}, of which weights are recorded; weights are not compared",
+    ]
     (tmp_path / "row" / "weights.json").write_text("{}")
     assert compare([str(tmp_path / "row"), str(runs / "one")]) == 2
     assert capsys.readouterr().err.endswith("weights.json: damaged, or of another program\n")
@@ -345,6 +372,12 @@ def test_what_comes_first_is_reported(tmp_path: Path) -> None:
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert compare_runs(tmp_path / "a", tmp_path / "b").verdict() == (
         "different from step 1 (3 steps, 1 metric): first in x of step 1, 1.0 and 2.0, relative difference 5.0e-01"
+    )
+    lines[2] = json.dumps({"step": 2, "x": 4.0})
+    (tmp_path / "b" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert (
+        "relative difference 5.0e-01; most in x of step 2, 1.0 and 4.0"
+        in compare_runs(tmp_path / "a", tmp_path / "b").verdict()
     )
     lines = [json.dumps({"step": 0, "x": 1.0, "y": 1.0}), json.dumps({"step": 1, "x": 2.0})]
     (tmp_path / "b" / "metrics.jsonl").write_text("\n".join(lines) + "\n")

@@ -21,7 +21,14 @@ class ConfigError(ValueError):
 
 
 class UnknownKeys(ConfigError):
-    """Several keys that a configuration does not have; the message has a line for each after the first."""
+    """Keys that a configuration does not have; the message about several has a line for each after the first.
+
+    number: how many.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}

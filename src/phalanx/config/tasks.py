@@ -265,7 +265,7 @@ class CheckNumericsConfig:
     config: Optional[str] = arg(
         None,
         "configuration file of tasks/train_flowgrpo.py, tasks/train_grpo.py or, with `part`, tasks/train_joint.py; "
-        "null: their defaults, with `keys`",
+        "null: a few samples of shipped prompts, with `keys` such as model.path",
         path=True,
     )
     part: Optional[str] = arg(
@@ -372,7 +372,7 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
             try:
                 return build(kind, OmegaConf.create({name: content[name] for name in names if name in content}))
             except ConfigError as error:  # prefer other errors to an unknown key, which another kind may have
-                if reason is None or not (isinstance(error, UnknownKeys) or str(error).startswith("unknown key")):
+                if reason is None or not isinstance(error, UnknownKeys):
                     reason = f"{file}: {error}"
     raise ConfigError(reason or f"{file} is not the configuration of a training run")
 

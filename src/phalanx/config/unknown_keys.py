@@ -6,22 +6,22 @@ from functools import cache
 from typing import Any
 
 from phalanx.config.aliases import alias
-from phalanx.config.messages import ConfigError, UnknownKeys, bare, close, element_of
+from phalanx.config.messages import UnknownKeys, bare, close, element_of
 
 Keys = Callable[[], list[str]]
 Types = Callable[[Any], dict[str, Any]]  # the type of each field of a schema
 
 
 def check_keys(schema: type, values: Any, keys: Keys, types: Types) -> None:
-    """Raise ConfigError for a key of `values` that the schema does not have, UnknownKeys for several.
+    """Raise UnknownKeys for keys of `values` that the schema does not have.
 
     keys: returns all keys of the schema, which takes a while. types: returns the type of each field of a schema.
     """
     unknown = list(_unknown_keys(schema, values, "", cache(keys), types))
     if len(unknown) == 1:
-        raise ConfigError(f"unknown key {unknown[0][0]}; {unknown[0][1]}")
+        raise UnknownKeys(f"unknown key {unknown[0][0]}; {unknown[0][1]}", 1)
     if unknown:
-        raise UnknownKeys("\n  ".join([f"{len(unknown)} unknown keys", *map(": ".join, unknown)]))
+        raise UnknownKeys("\n  ".join([f"{len(unknown)} unknown keys", *map(": ".join, unknown)]), len(unknown))
 
 
 def _unknown_keys(hint: Any, value: Any, key: str, keys: Keys, types: Types) -> Iterator[tuple[str, str]]:

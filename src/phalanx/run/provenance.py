@@ -29,7 +29,8 @@ MOST_PROVENANCE = 1 << 22  # bytes
 # distributions that take part in the numbers of a run
 DISTRIBUTIONS = ("phalanx", "torch", "transformers", "tokenizers", "diffusers", "peft", "datasets", "numpy", "vllm")
 # environment variables that choose among kernels
-VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+KERNELS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+VARIABLES = (*KERNELS, "OMP_NUM_THREADS")
 LONGEST_PATH = 4096  # characters
 BLOCK, BLOCKS = 1 << 20, 64  # bytes of a block; blocks that are read of a larger file
 

@@ -22,8 +22,11 @@ from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.inside import write_inside
 from phalanx.config.joint import WRITER, JointConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.messages import ConfigError
+from phalanx.config.load import load
+from phalanx.config.messages import ConfigError, UnknownKeys
 from phalanx.config.run import RLConfig
+from phalanx.config.shipped import located
+from phalanx.config.sources import read
 from phalanx.config.tasks import CheckNumericsConfig
 from phalanx.distributed.collectives import all_gather, reduce_float, reduce_int
 from phalanx.distributed.mesh import World
@@ -46,6 +49,24 @@ from phalanx.types import JobError, Samples
 FILE, PAGE = "numerics.json", "numerics.html"
 BASE = "the job"
 STILL = ("logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false", "resume=never")
+# the job of a model folder without a configuration: a few samples of shipped prompts, whose reward is not computed
+SHORT = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1")
+FOLDER_KEYS: dict[Any, tuple[str, ...]] = {
+    LMRLConfig: (
+        *SHORT,
+        "data.train_files=[assets/words/train.jsonl]",
+        "data.prompt_key=question",
+        "data.max_prompt_length=256",
+        "data.max_response_length=64",
+        "reward.functions=[{name: length}]",
+    ),
+    FlowRLConfig: (
+        *SHORT,
+        "data.train_files=[assets/digits/train.txt]",
+        "rollout.n=2",
+        "reward.functions=[{name: jpeg_incompressibility}]",
+    ),
+}
 EXACT = 0.1  # of the clip range: ratios that are off by so much are rounding, as for phalanx.training.rescorer
 
 
@@ -67,6 +88,8 @@ class NumericsCheck:
             if name == BASE or not name or "/" in name or name.startswith("."):
                 raise ConfigError(f"variants: {name!r} is no name for a folder; expected one such as bf16")
         self.schema = _schema_of(cfg)
+        if cfg.config is None:
+            self.cfg = cfg = replace(cfg, keys=[*FOLDER_KEYS.get(self.schema, ()), *cfg.keys])
         self.keys = {BASE: cfg.keys} | {name: [*cfg.keys, *keys] for name, keys in cfg.variants.items()}
         self.jobs = {name: self._read_job(name, keys) for name, keys in self.keys.items()}
         self.variants, self.refused = dict(cfg.variants), dict[str, str]()
@@ -84,7 +107,7 @@ class NumericsCheck:
         base, rows, task = None, dict[str, dict[str, Any]](), self.cfg.task
         for name, job in self.jobs.items():
             try:
-                with _naming_job(name, JobError):
+                with _naming_job(self._place(name), JobError):
                     if task is not None:
                         rows[name], world = measure_update(job, task, rows.get(BASE))
                     else:
@@ -119,10 +142,16 @@ class NumericsCheck:
             print(f"{result['verdict']}\n{self.folder / PAGE}", flush=True)
         stop_world()
 
+    def _place(self, name: str) -> str:
+        """The key of this command that says what job this is."""
+        if name != BASE:
+            return f"variants: {name}"
+        return "keys" if self.cfg.keys or self.cfg.config is None else f"config: {self.cfg.config}"
+
     def _read_job(self, name: str, keys: list[str]) -> RLConfig:
         still = [f"trainer.{key}" for key in STILL]
         place = f"trainer.output_dir={self.folder / 'jobs' / name.replace(' ', '_')}"
-        with _naming_job(name):
+        with _naming_job(self._place(name)):
             loaded: Any = load_config(self.schema, self.cfg.config, [*keys, *still, place])
         job: RLConfig = loaded
         if self.cfg.part is not None:
@@ -132,7 +161,7 @@ class NumericsCheck:
         job.data.val_files = []
         if vars(job).get("placement"):
             raise ConfigError("keys: placement: ranks that only sample have no trainer; leave it out")
-        with _naming_job(name):
+        with _naming_job(self._place(name)):
             kind = kind_of(job)
             kind.check()
             if self.cfg.task is None and kind.build_algorithm().levels is not None:
@@ -141,40 +170,67 @@ class NumericsCheck:
 
 
 @contextmanager
-def _naming_job(job: str, error: type[Exception] = ConfigError) -> Iterator[None]:
-    """Raise `error` for a mistake within, which begins with the key of the job."""
+def _naming_job(place: str, error: type[Exception] = ConfigError) -> Iterator[None]:
+    """Raise `error` for a mistake within, which begins with `place`, the key of the job."""
     try:
         yield
     except ValueError as mistake:
-        raise error(f"{'keys' if job == BASE else f'variants: {job}'}: {mistake}") from mistake
+        raise error(f"{place}: {mistake}") from mistake
 
 
 def _schema_of(cfg: CheckNumericsConfig) -> Any:
-    """The schema of the configuration, which is that of language models if it fits both."""
+    """The schema of the configuration, which is that of language models if it fits both. Of one that fits none, the
+    schema that has most of the file's keys: loading it says what is wrong. Raises ConfigError for another `part` or
+    `task` than it needs.
+    """
+    if cfg.config is not None:
+        try:
+            read(cfg.config)
+        except ConfigError as error:
+            raise ConfigError(f"config: {error}") from None
     if cfg.part is not None:
+        if _unknown_keys(JointConfig, cfg) and _closest(cfg)[0] is not JointConfig:
+            raise ConfigError(f"part: {cfg.config} is not of a joint run; leave it out")
         return JointConfig
     if cfg.task is not None:
         return TASKS[cfg.task][0]
-    problems = []
-    for schema in (LMRLConfig, FlowRLConfig, JointConfig):
-        try:
-            load_config(schema, cfg.config, cfg.keys)
-        except ConfigError as error:
-            problems.append(str(error))
-            continue
-        if schema is JointConfig:
-            raise ConfigError(f"part: {cfg.config} is of a joint run; expected writer or painter")
-        return schema
-    if problems[0] == problems[1]:
-        raise ConfigError(f"config: {problems[0]}")
-    fitting = list[str]()
-    for name, (schema, _) in TASKS.items():
+    paths = [key.removeprefix("model.path=") for key in cfg.keys if key.startswith("model.path=")]
+    if cfg.config is None and paths and Path(located(paths[-1]), "model_index.json").exists():
+        return FlowRLConfig
+    for schema in (LMRLConfig, FlowRLConfig):
         with suppress(ConfigError):
-            load_config(schema, cfg.config, cfg.keys)
-            fitting.append(name)
+            load_config(schema, cfg.config, [*(FOLDER_KEYS[schema] if cfg.config is None else ()), *cfg.keys])
+            return schema
+    closest, fitting = _closest(cfg), list[str]()
+    if closest[0] is JointConfig:
+        raise ConfigError(f"part: {cfg.config} is of a joint run; expected writer or painter")
+    for name, (schema, _) in TASKS.items():
+        if schema in closest:
+            with suppress(ConfigError):
+                load_config(schema, cfg.config, cfg.keys)
+                fitting.append(name)
     if fitting:
         raise ConfigError(f"task: {cfg.config} is of a supervised job; expected task={' or '.join(fitting)}")
-    raise ConfigError(f"config: {cfg.config} is of neither kind: {problems[0]}; as one of a flow model: {problems[1]}")
+    return closest[0]
+
+
+def _closest(cfg: CheckNumericsConfig) -> list[Any]:
+    """The schemas that have most of the keys of the file."""
+    unknown = dict[Any, int]()
+    for schema in (LMRLConfig, FlowRLConfig, JointConfig, *(schema for schema, _ in TASKS.values())):
+        unknown[schema] = _unknown_keys(schema, cfg)
+    return [schema for schema, number in unknown.items() if number == min(unknown.values())]
+
+
+def _unknown_keys(schema: Any, cfg: CheckNumericsConfig) -> int:
+    """The number of keys of the file that the schema does not have."""
+    try:
+        load(schema, cfg.config, [])
+    except UnknownKeys as error:
+        return error.number
+    except ConfigError:  # such as a key without its value, which is one of `keys`
+        pass
+    return 0
 
 
 def measure(cfg: RLConfig, base: Drawn | None) -> tuple[dict[str, Any], Drawn, World]:
@@ -287,12 +343,14 @@ def verdict(rows: dict[str, dict[str, Any]], variants: dict[str, list[str]]) -> 
     size = f"|ratio - 1| is at most {stats['largest']:.1e}, the clip range {clip:g}"
     if stats["largest"] <= EXACT * clip:
         return f"Sound: {size}; rounding will not clip a ratio."
+    if not stats["actions_clipped"]:
+        size = size.replace("the clip range", "more than a tenth of the clip range")
     if base["old"]["largest"] <= EXACT * clip:
         cause = "old log-probabilities are recomputed by the trainer, so that no ratio is clipped before an update"
         return f"Mended by the job: the sampler's {size}, and would clip {far}; {cause}, at the cost of a pass."
     mends = []
     for name, keys in variants.items():
-        other = rows[name]["old"]
+        other = rows[name]["old"] if name in rows else None  # a variant may be refused as it is built
         if other and other["largest"] <= EXACT * rows[name]["clip_range"]:
             mends.append((rows[name]["sample_s"] + rows[name]["replay_s"], name, keys))
     if mends:

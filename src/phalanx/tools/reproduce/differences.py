@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.config.load import flat
 from phalanx.config.messages import counted, cut
+from phalanx.config.shipped import ROOT
 from phalanx.exit import show
 from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import tensor_entries
@@ -20,7 +21,7 @@ from phalanx.run.provenance import read_provenance
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_config
 from phalanx.tools.reproduce.rows import Digest, digest_weights, is_result, read_digests, shared_checkpoints, step_of
-from phalanx.tools.reproduce.tensors import model_order, read_tensor, tensor_distance
+from phalanx.tools.reproduce.tensors import LEAST, model_order, read_tensor, tensor_distance
 from phalanx.zoo.loggers.console import plain
 
 PLACES = ("trainer.output_dir", "trainer.resume")  # keys that may differ between equal runs
@@ -34,19 +35,23 @@ class Comparison:
     """The differences between two runs.
 
     settings: lines about what they were started with. first: the first metric that differs, as step, name and values.
-    parted: the first that differs by more than rounding. largest: the largest relative difference before it. tensors:
-    the relative difference of each in the newest checkpoint, of step `checkpoint`; None if there is none of the same
-    step. layer: the step of the oldest checkpoint that differs, the first layer there in the order of the model, and
-    the relative difference of its first such tensor.
+    parted: the first that differs by more than rounding. largest: the largest relative difference before it. farthest:
+    of those that differ by more than rounding, the metric with the largest relative difference. tensors: the relative
+    difference of each in the newest checkpoint, of step `checkpoint`; None if there is none of the same step. by_norm:
+    whether these are differences of norms, which are at most those of the tensors, because a row has digests alone.
+    layer: the step of the oldest checkpoint that differs, the first layer there in the order of the model, and the
+    relative difference of its first such tensor.
     """
 
     steps: int
     settings: list[str]
     first: tuple[int, str, float, float] | None = None
     parted: tuple[int, str, float, float] | None = None
+    farthest: tuple[int, str, float, float] | None = None
     largest: float = 0.0
     metrics: int = 0
     tensors: dict[str, float] | None = None
+    by_norm: bool = False
     checkpoint: int = 0
     layer: tuple[int, str, float] | None = None
     missing: list[str] = field(default_factory=list)
@@ -86,21 +91,32 @@ class Comparison:
         if self.parted is None:
             name = str(self.parted_weight)
             far = (self.tensors or {})[name]
-            return f"different ({compared}): no metric by more than rounding, but the weight {name} by {far:.1e}"
-        apart = "; ".join([f"{self._difference(self.parted)}{self._first_layer()}", *self.missing])
+            return f"different ({compared}): no metric by more than rounding, but the weight {name} {self._far(far)}"
+        apart = "; ".join([f"{self._difference(self.parted)}{self._farthest()}{self._first_layer()}", *self.missing])
         return f"different from step {self.parted[0]} ({compared}): {apart}"
+
+    def _farthest(self) -> str:
+        if self.farthest is None or self.farthest == self.parted:
+            return ""
+        step, name, one, other = self.farthest
+        return f"; most in {name} of step {step}, {one!r} and {other!r}"
 
     def _first_layer(self) -> str:
         if self.layer is None:
             return ""
         step, name, distance = self.layer
-        return f"; the first layer that differs at step {step} is {name}, by {distance:.1e}"
+        return f"; the first layer that differs at step {step} is {name}, {self._far(distance)}"
+
+    def _far(self, distance: float) -> str:
+        if distance <= LEAST:
+            return "in its digest but not in its norm" if self.by_norm else "in its dtype alone"
+        return f"by {distance:.1e}{' in its norm' if self.by_norm else ''}"
 
     def _difference(self, row: tuple[int, str, float, float] | None) -> str:
         if row is None:
             assert self.tensors is not None
             name, distance = next(item for item in self.tensors.items() if item[1])
-            return f"the metrics are equal, the first tensor that differs is {name}, by {distance:.1e}"
+            return f"the metrics are equal, the first tensor that differs is {name}, {self._far(distance)}"
         step, name, one, other = row
         return f"first in {name} of step {step}, {one!r} and {other!r}, relative difference {relative(one, other):.1e}"
 
@@ -111,8 +127,8 @@ class Comparison:
         if changed:
             worst = max(changed, key=lambda name: changed[name])
             lines.append(f"tensors of step {self.checkpoint}: {len(changed)} of {len(self.tensors or {})} differ")
-            lines.append(f"  first {next(iter(changed))}: {next(iter(changed.values())):.1e}")
-            lines.append(f"  most {worst}: {changed[worst]:.1e}")
+            lines.append(f"  first {next(iter(changed))}: {self._far(next(iter(changed.values())))}")
+            lines.append(f"  most {worst}: {self._far(changed[worst])}")
         return [*lines, self.verdict()]
 
 
@@ -155,6 +171,8 @@ def _compare_rows(result: Comparison, step: int, one: dict[str, Any], other: dic
         within = abs(first - second) <= ABSOLUTE + RELATIVE * max(abs(first), abs(second))
         if not within:
             result.parted = result.parted or (None if result.missing else row)
+            if result.farthest is None or relative(first, second) > relative(*result.farthest[2:]):
+                result.farthest = row
         elif result.parted is None:
             result.largest = max(result.largest, relative(first, second))
 
@@ -166,7 +184,9 @@ def relative(one: float, other: float) -> float:
 
 def describe_settings(one: Path, other: Path) -> list[str]:
     """Lines about configurations, versions, processors, ranks and input files that differ."""
-    configs = [flat(read_config(folder)[1]) for folder in (one, other)]
+    configs = []
+    for folder in (one, other):  # shipped files have the same names on all machines
+        configs.append({key: value.replace(f"{ROOT}/", "") for key, value in flat(read_config(folder)[1]).items()})
     lines = _changed_lines("configuration", configs[0], configs[1], PLACES)
     entries = [read_provenance(one), read_provenance(other)]
     for folder, starts in zip((one, other), entries, strict=True):
@@ -234,20 +254,23 @@ def _compare_digests(
 ) -> None:
     """Compare weights of which at least one side has only digests: their norms bound the difference from below."""
     step = next(known[0] for known in digests if known is not None)
+    if step > last:
+        result.settings.append(f"only one run has step {step}, of which weights are recorded; weights are not compared")
+        return
     sides = list[dict[str, Digest]]()
     for run, known in zip(runs, digests, strict=True):
         checkpoint = run / "checkpoints" / f"step_{step:06d}"
         if known is None and complete(checkpoint) is None:
             known = step, digest_weights(checkpoint)
-        if known is None or known[0] != step or step > last:
+        if known is None or known[0] != step:
             result.settings.append(f"{run}: no weights of step {step}; weights are not compared")
             return
         sides.append(known[1])
-    result.checkpoint, result.tensors = step, {}
+    result.checkpoint, result.tensors, result.by_norm = step, {}, True
     result.missing += _lacking_names(sides[0].keys() ^ sides[1].keys())
     for name in sorted(sides[0].keys() & sides[1].keys(), key=model_order):
         (digest, norm), (other, other_norm) = sides[0][name], sides[1][name]
-        result.tensors[name] = 0.0 if digest == other else max(relative(norm, other_norm), 1e-30)
+        result.tensors[name] = 0.0 if digest == other else max(relative(norm, other_norm), LEAST)
     _note_layer(result, step, result.tensors)
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from phalanx.config.messages import ConfigError, cut
+from phalanx.config.messages import ConfigError, counted, cut
 from phalanx.config.shipped import ROOT, located
 from phalanx.config.sources import override
 from phalanx.config.trust import Use
 from phalanx.exit import show
 from phalanx.run.provenance import (
+    KERNELS,
     describe_processor,
     digest_path,
     file_of,
@@ -116,9 +117,12 @@ def _compare_machine(entry: dict[str, Any]) -> list[str]:
         if "device" not in before and before.get(name) != processor.get(name):
             different.append(f"the processor's {name} {before.get(name)} there, {processor.get(name)} here")
             break
+    for name in KERNELS:
+        if before.get(name) != processor.get(name):
+            different.append(f"{name} {before.get(name, 'not set')} there, {processor.get(name, 'not set')} here")
     there = entry["ranks"].get("world", 1)
     if ranks_here(there) != there:
-        different.append(f"{there} ranks there, {ranks_here(there)} here")
+        different.append(f"{counted(there, 'rank')} there, {ranks_here(there)} here")
     return different
 
 

@@ -8,6 +8,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from phalanx.run.checkpoint_reader import load_tensors
 
+LEAST = 1e-30  # a distance of what differs in more than its size, such as in its dtype
+
 
 def model_order(name: str) -> tuple[int, list[tuple[bool, int, str]]]:
     """A key that sorts weights before their averages and moments, and layer 2 before layer 10."""
@@ -29,4 +31,4 @@ def tensor_distance(one: Tensor, other: Tensor) -> float:
         return 0.0
     pair = one.double(), other.double()
     norm = max(float(pair[0].norm()), float(pair[1].norm()), 1e-30)
-    return max(float((pair[0] - pair[1]).norm()) / norm, 1e-30)
+    return max(float((pair[0] - pair[1]).norm()) / norm, LEAST)
