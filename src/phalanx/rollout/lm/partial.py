@@ -24,7 +24,7 @@ from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import all_gather_object, local_numbers
 from phalanx.functional.token_budget import evenly_dealt
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, hand_over
-from phalanx.rollout.lm.session import converse
+from phalanx.rollout.lm.session import Request, converse
 from phalanx.types import Each, Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,14 @@ class _Response:
     versions: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     ended: bool = False
+
+    def beyond(self, request: Request, version: int) -> "_Response":
+        """What `request`, which goes on with this response, has drawn with the weights after `version` steps."""
+        new = _Response(ended=request.ended or request.cut)
+        for name in ("tokens", "log_probs", "steps"):
+            vars(new)[name] = vars(request)[name][len(vars(self)[name]) :]
+        new.versions = [version] * len(new.tokens)
+        return new
 
     def extend(self, new: Self) -> None:
         """Append what a round has drawn."""
@@ -222,9 +230,7 @@ class PartialRollout:
             group, response = trained[i // n], trained[i // n].responses[i % n]
             local.append(replace(group.prompt, group_id=i // n))
             self._versions.append(response.versions)
-            of_response = self.rollout.request(group.tokens, (), self.rollout.how, response.tokens, look=group.look)
-            of_response.log_probs, of_response.steps = response.log_probs, response.steps
-            drawn.append(self.rollout.drawn_sample(of_response))
+            drawn.append(self.rollout.drawn_sample(self._request(group, response, ())))
         hand_over(local, drawn, self.rollout.how, each, self.micro_batch_size)
         return self._versioned(self.rollout.gathered(drawn, local, index, (seed, step)), step)
 
@@ -261,24 +267,24 @@ class PartialRollout:
         most = -(-len(alive) // self.world.size)
         ranks = evenly_dealt(costs, [most] * self.world.size)
         places = [place for place, rank in enumerate(ranks) if rank == self.world.rank]
-        requests, full = [], []
-        for place in places:
-            group, i = alive[place]
-            name, done = (seed, *divmod(group.number, self._prompts), i), group.responses[i].tokens
-            request = self.rollout.request(group.tokens, name, self.rollout.how, done, look=group.look)
-            full.append(request.room)
-            request.room = min(request.room, len(done) + count)
+        requests = []
+        for group, i in map(alive.__getitem__, places):
+            request = self._request(group, group.responses[i], (seed, *divmod(group.number, self._prompts), i))
+            request.until = request.drawn + count
             requests.append(request)
         converse(self.rollout.session, requests)
         drawn: list[tuple[int, _Response]] = []
-        for place, request, room in zip(places, requests, full, strict=True):
+        for place, request in zip(places, requests, strict=True):
             group, i = alive[place]
-            new, ended = request.tokens[len(group.responses[i].tokens) :], request.ended or len(request.tokens) >= room
-            drawn.append((place, _Response(new, request.log_probs, [version] * len(new), request.steps, ended)))
+            drawn.append((place, group.responses[i].beyond(request, version)))
         for parts in all_gather_object(drawn):
             for place, new_part in parts:
                 group, i = alive[place]
                 group.responses[i].extend(new_part)
+
+    def _request(self, group: _Group, response: _Response, name: tuple[Any, ...]) -> Request:
+        said = response.tokens, response.log_probs, response.steps
+        return self.rollout.request(group.tokens, name, self.rollout.how, *said, look=group.look)
 
     def _metrics(self, trained: list[_Group], step: int, pool: int) -> dict[str, float]:
         ages: list[int] = []

@@ -235,7 +235,7 @@ class PolicySession:
 
     def _room(self, request: Request) -> int:
         """The number of tokens that a sample has at most."""
-        return len(request.prompt) + request.room
+        return len(request.prompt) + (request.room if request.keep else len(request.tokens) + request.left)
 
     def _read_prompts(self, new: list[tuple[int, Request]], unread: list[int]) -> None:
         """Read the prompts that `new` samples need and that are `unread`."""
