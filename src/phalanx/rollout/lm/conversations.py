@@ -151,7 +151,7 @@ class Talks:
         talks = on_all_ranks(lambda: self.begun(rollout, prompts, names, decoding), JobError)
 
         def finished() -> list[Drawn]:
-            self.go_on(rollout.session, talks)
+            self.go_on(rollout, talks)
             return self.finished(rollout, talks)
 
         return on_all_ranks(finished, JobError)
@@ -170,15 +170,20 @@ class Talks:
         known: dict[Any, Any] = {}
         resets = [conversation.reset() for conversation in opened]
         for conversation, prompt, name, reset in zip(opened, prompts, names, resets, strict=True):
-            kind, added = self._renderers[None if None in self._renderers else prompt.meta[COLUMN]], reset.result()
-            tokens, look, messages = self._read(prompt, added, kind[0], known)
+            kind, added = self._kind(prompt), reset.result()
+            tokens, look, messages = self.read(prompt, added, known)
             request = rollout.request(tokens, name, decoding, look=look, place=prompt.place)
             silent = len(tokens) > self.data.max_prompt_length
             talks.append(Talk(conversation, *kind, request, messages, tokens, added, silent=silent))
         return talks
 
-    def _read(self, prompt: Prompt, added: list[Message], renderer: TurnRenderer, known: dict[Any, Any]) -> _Prompt:
-        """The tokens, the images and the messages of a prompt to which reset has `added` some."""
+    def _kind(self, prompt: Prompt) -> tuple[TurnRenderer, Parser]:
+        return self._renderers[None if None in self._renderers else prompt.meta[COLUMN]]
+
+    def read(self, prompt: Prompt, added: list[Message], known: dict[Any, Any]) -> _Prompt:
+        """The tokens, the images and the messages of a prompt to which reset has `added` some; `known`: what has been
+        read.
+        """
         messages = joined(prompt.messages or [{"role": "user", "content": prompt.text}], added)
         key = id(prompt), str(added)
         if key not in known:  # samples of a prompt share its tokens and, by reference, its images
@@ -188,14 +193,18 @@ class Talks:
                 elif prompt.images:
                     known[key] = self.policy.reader.read(replace(prompt, messages=messages), self.data)
                 else:
-                    known[key] = self.policy.readable(renderer.prompt(messages)), None
+                    known[key] = self.policy.readable(self._kind(prompt)[0].prompt(messages)), None
         return *known[key], in_texts(messages)
 
-    def go_on(self, session: Session, talks: Sequence[Talk]) -> None:
-        """Hold conversations to their ends or pauses; those that are over, as reset failed, have no turns."""
+    def go_on(self, rollout: Any, talks: Sequence[Talk], session: Session | None = None) -> None:
+        """Hold conversations to their ends or pauses, in the rollout's session or another one; those that are over, as
+        reset failed, have no turns.
+        """
         speaking = [talk for talk in talks if not talk.over]
         partner = _Partner(speaking, self.environment, self.policy)
-        converse(session, [talk.request for talk in speaking], partner, self.environment.join)
+        converse(session or rollout.session, [talk.request for talk in speaking], partner, self.environment.join)
+        for talk in talks:
+            talk.conversation.paused = not talk.over
 
     def finished(self, rollout: Any, talks: Sequence[Talk]) -> list[Drawn]:
         """The samples of conversations that are over, whose instances are closed."""
@@ -240,6 +249,11 @@ class Talks:
             seconds=conversation.seconds,
             earned=list(zip(talk.ends, conversation.turn_rewards, strict=False)),  # the last turn may have no reward
         )
+
+    def restored(self, prompt: Prompt, record: dict[str, Any], **of_tokens: Any) -> Conversed:
+        """A sample of which these values were kept."""
+        look = self.read(prompt, record["added"], {})[1] if record["shown"] else None
+        return Conversed(**record["sample"], look=look, **of_tokens)
 
     def samples(self, samples: Samples, drawn: Sequence[Conversed]) -> Samples:
         """Mask the samples that the environment ended, and add the rewards of turns."""

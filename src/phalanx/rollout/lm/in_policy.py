@@ -279,16 +279,16 @@ class LMRollout:
         return made
 
     def request(
-        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, *said: Sequence[Any], **options: Any
+        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, *earlier: Sequence[Any], **options: Any
     ) -> Request:
-        """A request for further tokens of a response, of which those of `said` were drawn before: see Request.say."""
+        """A request for further tokens of a response, of which `earlier` were drawn before: see Request.say."""
         # each response has its own detector, which has read its prompt: a text may begin in the middle of a token
         stops = StopTexts(self.policy.tokenizer, decoding.stop, prompt) if decoding.stop else None
         options = {"room": decoding.limit} | options
         request = Request(prompt=prompt, name=name, decoding=decoding, stops=stops, **options)
-        if said and said[0]:
+        if earlier and earlier[0]:
             # as if they had been drawn now: the next one has the random number of its place
-            request.say(*said)
+            request.say(*earlier)
         return request
 
     def drawn_sample(self, request: Request) -> Drawn:

@@ -5,6 +5,7 @@ row that an ended sample leaves goes to the next request; a prompt is read once 
 without answers to read is one graph (phalanx.rollout.lm.step_graph).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,8 @@ class PolicySession:
             [numbers] = self._moved(self._uniform(begun))
             parts.append(self._drawn(torch.stack([prompt.logits for prompt in prompts]), numbers))
             requests += begun
-        if not parts:  # all wait for answers
+        if not parts:  # all that have a row wait for answers, of threads that should run meanwhile
+            time.sleep(0.001)
             return []
         # the only wait for the device in a step
         tokens, scores = torch.cat(parts, 1).tolist()

@@ -165,13 +165,17 @@ class Request:
         self.over = self.ended or self.left <= 0
         return self.over
 
+    def go_on(self, tokens: int) -> None:
+        """Let the model draw so many further tokens until the next pause."""
+        self.until, self.over = self.drawn + tokens, False
+
     def hear(self, answer: list[int]) -> bool:
         """Append an answer, after which the next turn begins; False if it does not fit with at least one more token."""
         self.cut = len(self.tokens) + len(answer) >= self.room
         if not self.cut:
             self.tokens += answer
             self.sampled += [False] * len(answer)
-            self.begin, self.over = len(self.tokens), False
+            self.begin, self.over = len(self.tokens), self.left <= 0
         return not self.cut
 
 
@@ -232,7 +236,7 @@ def _converse(session: Session, requests: Sequence[Request], partner: Partner | 
         for i in joining(heard, step, join, alone=not drawing):
             assert partner is not None, "answers are of a partner"
             answer = partner.answer(i, heard.pop(i).result())
-            requests[i].keep = answer is not None and requests[i].hear(answer) and requests[i].left > 0
+            requests[i].keep = answer is not None and requests[i].hear(answer) and not requests[i].over
             if requests[i].keep:
                 session.add(requests[i])
                 drawing += 1
