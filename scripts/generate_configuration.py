@@ -143,7 +143,6 @@ def rules_page() -> Iterator[str]:
 # Pairs of features that the rules refuse, see tests/unit/test_feature_pairs.py, and the reasons
 PAIRS = (
     ("vllm", "judge", "vLLM lets one engine of a process sleep; with `reward.model.sleep=false` they work"),
-    ("environment", "partial rollouts", "the state of an environment lives on one rank and is in no checkpoint"),
     ("environment", "block diffusion", "its block goes on after a response's end, and all its tokens are trained"),
     ("block diffusion", "images", "no supported family of block diffusion reads images"),
     ("block diffusion", "top-k", "which tokens are kept differs in each state in which a position is masked"),

@@ -11,7 +11,9 @@ from phalanx.config.lm import LMDataConfig
 from phalanx.environments import Environments
 from phalanx.models.lm.calls import parser
 from phalanx.models.lm.turns import TurnRenderer
-from phalanx.rollout.lm.conversations import _Partner, _Talk
+from phalanx.rollout.lm.conversations import Talk, _Partner
+from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.session import Request
 from tests.helpers.chat_templates import FAMILIES, tokenizer_of
 
 TOOLS = '''
@@ -54,7 +56,8 @@ class Talked:
         prompt = turns.prompt(messages)
         conversation = self.environments.open({"prompt": "What is there?"}, 0, 0)
         conversation.reset().result(30)
-        self.talk = _Talk(conversation, turns, parser(format, tools), messages, prompt, before=prompt)
+        request = Request(prompt=prompt, name=(), decoding=Decoding(512, 1.0, ids, 0), room=512)
+        self.talk = Talk(conversation, turns, parser(format, tools), request, messages, prompt)
         self.partner = _Partner([self.talk], config, SimpleNamespace(tokenizer=self.tokenizer, readable=list, ends=ids))  # type: ignore[arg-type]
 
     def say(self, text: str) -> str | None:

@@ -10,6 +10,7 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.run.rules import load_config
 from phalanx.types import JobError, Prompt
 from tests.helpers.jobs import rows
+from tests.helpers.lm import fit
 from tests.helpers.ranks import ROOT, run_ranks
 
 ASSETS = ROOT / "assets" / "calculator"
@@ -153,3 +154,34 @@ def test_a_failure_of_one_rank_ends_all_in_one_line(jobs: Any) -> None:
         first, second = ranks
         assert first["error"] == second["error"]
         assert first["error"].startswith("rank 1: environment Calculator: calculator ") and "\n" not in first["error"]
+
+
+def test_partial_rollouts_go_on_with_their_tools(tmp_path: Path) -> None:
+    """A replica of two ranks holds the conversations that two of one hold, wherever their tools are."""
+    found = []
+    for tp in (1, 2):
+        keys = [
+            f"model.path={ASSETS / 'base'}",
+            f"data.train_files=[{ASSETS / 'train.jsonl'}]",
+            "data.val_files=[]",
+            "data.train_batch_size=2",
+            "rollout.engine=vllm",
+            f"rollout.tensor_parallel_size={tp}",
+            "rollout.partial_rollout={over_sampling_batch_size: 4, tokens: 16}",
+            "rollout.correction=token_tis",
+            "actor.ppo_mini_batch_size=2",
+            "actor.ppo_micro_batch_size_per_gpu=8",
+            "trainer.total_training_steps=3",
+            "trainer.test_freq=-1",
+            "trainer.save_freq=-1",
+            "trainer.logger=[]",
+            f"trainer.output_dir={tmp_path / str(tp) / 'out'}",
+        ]
+        run_ranks(fit, 2, load_config(LMRLConfig, CONFIG, keys), timeout=280)
+        found.append(rows(tmp_path / str(tp) / "out"))
+    for one, other in zip(*found, strict=True):
+        for key in ("conversation/length_mean", "tools/call_frequency", "rollout/staleness_mean", "rollout/rounds"):
+            assert one[key] == other[key]
+        assert one["rollout/sync_error"] < 1e-4
+    assert max(row["tools/call_frequency"] for row in found[0]) > 0
+    assert max(row["rollout/staleness_max"] for row in found[0]) == 1 and found[0][1]["rollout/rounds"] > 1

@@ -31,6 +31,7 @@ class Conversation:
     failures: calls that raised or ran too long.
     mistakes: calls by the model that no tool accepts.
     seconds: time spent in the environment.
+    paused: the caller goes on with it later; until then, `Environments.check` does not count it.
     turn_rewards: rewards of the steps, which sum to the reward; empty if the environment has get_reward.
     problem: the first failure, as one line.
     """
@@ -42,6 +43,7 @@ class Conversation:
         self.turn_rewards: list[float] = []
         self._earned = 0.0 if "step" in kind.hooks else None  # sum of the rewards of steps and tools
         self.ended: Ended = None
+        self.paused = False
         self.calls = self.failures = self.mistakes = 0
         self.seconds = 0.0
         self.problem: str | None = None
@@ -64,6 +66,12 @@ class Conversation:
         tools; None if it gives none, or if a failure ended the sample.
         """
         return self._submit_call(self._final_reward(messages))
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """Counts and rewards so far, which an equal conversation has in common with this one."""
+        counts = {"calls": self.calls, "mistakes": self.mistakes, "failures": self.failures}
+        return counts | {"earned": self._earned, "turn_rewards": self.turn_rewards}
 
     def close(self) -> None:
         """Close the instance after the call in progress, unless one of its calls ran too long. `Environments.close`

@@ -54,11 +54,14 @@ class Environments:
     def check(self, total: Callable[[int], int] = int) -> str | None:
         """The first failure on this rank since the last check; None if there was none. Raises EnvironmentFailure, on
         ranks with failures, if more than environment.max_error_fraction of all conversations had one; those that are
-        still closing are counted next time. `total` sums over the ranks, which all call this method.
+        paused or still closing are counted later. `total` sums over the ranks, which all call this method.
         """
-        closing = [each for each in self._conversations if each.closed is not None and not each.closed.done()]
-        conversations = [each for each in self._conversations if each not in closing]
-        self._conversations = closing
+        waiting: list[Conversation] = []
+        conversations: list[Conversation] = []
+        for each in self._conversations:
+            closing = each.closed is not None and not each.closed.done()
+            (waiting if each.paused or closing else conversations).append(each)
+        self._conversations = waiting
         failed = [conversation for conversation in conversations if conversation.failures]
         count, of = total(len(failed)), total(len(conversations))
         for conversation in conversations:
@@ -75,16 +78,16 @@ class Environments:
 
     def abandon(self) -> None:
         """Close all instances because a failure ends the job; instances with a running call are closed after it."""
-        for conversation in self._conversations:
-            conversation.close()
-        self._wait_closed(2 * self._cfg.timeout_s)  # the time limits of the running call and of close
+        self._close_all(2 * self._cfg.timeout_s)  # the time limits of the running call and of close
 
     def close(self) -> None:
-        """Wait until all instances are closed, and end the threads."""
-        self._wait_closed()
+        """Close all instances, and end the threads."""
+        self._close_all()
         self._pool.close()
 
-    def _wait_closed(self, timeout_s: float | None = None) -> None:
+    def _close_all(self, timeout_s: float | None = None) -> None:
+        for conversation in self._conversations:
+            conversation.close()
         wait([each.closed for each in self._conversations if each.closed is not None], timeout_s)
 
 

@@ -24,7 +24,7 @@ from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.session import Drawn, Request, converse
+from phalanx.rollout.lm.session import Drawn, Request, Session, converse
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import JobError, Prompt, Samples
 
@@ -38,7 +38,7 @@ class Conversed(Drawn):
 
     `sampled` marks the tokens that the model drew. `ended` says why no turn followed: the environment or the model was
     done (done), the limit of turns or tokens was reached (turns, tokens), or a call timed out (timeout) or raised
-    (error). `earned`: rewards of turns, by the index of their last token among the drawn ones. `mistakes`, `failures`
+    (error). `earned`: the index of a turn's last token among the drawn ones, and its reward. `mistakes`, `failures`
     and `seconds`: see phalanx.environments.conversation.
     """
 
@@ -49,7 +49,7 @@ class Conversed(Drawn):
     mistakes: int = 0
     failures: int = 0
     seconds: float = 0.0
-    earned: dict[int, float] = field(default_factory=dict)
+    earned: Sequence[tuple[int, float]] = ()
 
     @property
     def length(self) -> int:
@@ -57,22 +57,30 @@ class Conversed(Drawn):
         return sum(self.sampled)
 
 
-@dataclass
-class _Talk:
-    """A conversation in progress; `messages` include those of the prompt."""
+_Prompt = tuple[list[int], Any, list[Message]]
+
+
+@dataclass(eq=False)
+class Talk:
+    """A conversation in progress; `messages` include those of the prompt, to which reset has `added` some."""
 
     conversation: Conversation
     renderer: TurnRenderer
     parse: Parser
+    request: Request
     messages: list[Message]
-    prompt: list[int] = field(default_factory=list)
-    look: Any = None  # the images of the prompt
-    place: str = ""  # names the prompt in messages
-    before: list[int] = field(default_factory=list)  # what the next turn follows: the prompt, or the last answer
+    before: list[int]  # what the next turn follows: the prompt, or the last answer
+    added: list[Message] = field(default_factory=list)
     end: int | None = None  # the last token of the last turn
     turns: int = 0
     ends: list[int] = field(default_factory=list)  # of each turn: the index of its last token among the drawn ones
     full: bool = False  # has reached environment.max_turns
+    silent: bool = False  # the prompt is too long
+
+    @property
+    def over(self) -> bool:
+        """Whether no turn follows."""
+        return self.silent or self.full or self.request.cut or self.conversation.ended is not None
 
     @property
     def ended(self) -> str:
@@ -140,68 +148,79 @@ class Talks:
         self, rollout: Any, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
         """Hold a conversation for each prompt; `rollout` is an LMRollout."""
-        talks = on_all_ranks(lambda: self._begin(prompts, names), JobError)
-        return on_all_ranks(lambda: self._converse(rollout, talks, names, decoding), JobError)
+        talks = on_all_ranks(lambda: self.begun(rollout, prompts, names, decoding), JobError)
 
-    def _converse(
-        self, rollout: Any, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding
-    ) -> list[Drawn]:
-        spoken: list[Request] = []
-        speaking: list[_Talk] = []
-        for talk, name in zip(talks, names, strict=True):
-            spoken.append(rollout.request(talk.prompt, name, decoding, look=talk.look, place=talk.place))
-            # samples whose environment failed to start, or whose prompt it made too long, have no turns
-            if talk.conversation.ended is None and len(talk.prompt) <= self.data.max_prompt_length:
-                speaking.append(talk)
-        requests = [request for request, talk in zip(spoken, talks, strict=True) if talk in speaking]
-        converse(rollout.session, requests, _Partner(speaking, self.environment, self.policy), self.environment.join)
-        for request, talk in zip(requests, speaking, strict=True):
+        def finished() -> list[Drawn]:
+            self.go_on(rollout, talks)
+            return self.finished(rollout, talks)
+
+        return on_all_ranks(finished, JobError)
+
+    def begun(
+        self, rollout: Any, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
+    ) -> list[Talk]:
+        """Open a conversation per prompt, each with a new environment instance, whose reset may add to the prompt."""
+        opened: list[Conversation] = []
+        for prompt, name in zip(prompts, names, strict=True):
+            row = {key: value for key, value in prompt.meta.items() if key != "tools"}
+            row["prompt"] = in_texts(prompt.messages or []) or prompt.text
+            # the samples of a prompt are compared, so all of them reset with the seed of (seed, step, group)
+            opened.append(self.environments.open(row, fold_in(*name[:3]), fold_in(*name, "environment")))
+        talks: list[Talk] = []
+        known: dict[Any, Any] = {}
+        resets = [conversation.reset() for conversation in opened]
+        for conversation, prompt, name, reset in zip(opened, prompts, names, resets, strict=True):
+            kind, added = self._kind(prompt), reset.result()
+            tokens, look, messages = self.read(prompt, added, known)
+            request = rollout.request(tokens, name, decoding, look=look, place=prompt.place)
+            silent = len(tokens) > self.data.max_prompt_length
+            talks.append(Talk(conversation, *kind, request, messages, tokens, added, silent=silent))
+        return talks
+
+    def _kind(self, prompt: Prompt) -> tuple[TurnRenderer, Parser]:
+        return self._renderers[None if None in self._renderers else prompt.meta[COLUMN]]
+
+    def read(self, prompt: Prompt, added: list[Message], known: dict[Any, Any]) -> _Prompt:
+        """The tokens, the images and the messages of a prompt to which reset has `added` some; `known`: what has been
+        read.
+        """
+        messages = joined(prompt.messages or [{"role": "user", "content": prompt.text}], added)
+        key = id(prompt), str(added)
+        if key not in known:  # samples of a prompt share its tokens and, by reference, its images
+            with _rendering():
+                if not added:
+                    known[key] = self.policy.encode(prompt), self.policy.look(prompt)
+                elif prompt.images:
+                    known[key] = self.policy.reader.read(replace(prompt, messages=messages), self.data)
+                else:
+                    known[key] = self.policy.readable(self._kind(prompt)[0].prompt(messages)), None
+        return *known[key], in_texts(messages)
+
+    def go_on(self, rollout: Any, talks: Sequence[Talk], session: Session | None = None) -> None:
+        """Hold conversations to their ends or pauses, in the rollout's session or another one; those that are over, as
+        reset failed, have no turns.
+        """
+        speaking = [talk for talk in talks if not talk.over]
+        partner = _Partner(speaking, self.environment, self.policy)
+        converse(session or rollout.session, [talk.request for talk in speaking], partner, self.environment.join)
+        for talk in talks:
+            talk.conversation.paused = not talk.over
+
+    def finished(self, rollout: Any, talks: Sequence[Talk]) -> list[Drawn]:
+        """The samples of conversations that are over, whose instances are closed."""
+        for talk in talks:
+            request = talk.request
             if request.tokens and talk.ended == "tokens" and not request.ended:  # the last turn was truncated
                 talk.messages.append({"role": "assistant", "content": self.policy.decode(request.turn)})
                 talk.turns += 1
         rewards = [talk.conversation.reward(talk.messages) for talk in talks]
         drawn: list[Drawn] = []
-        for request, talk, reward in zip(spoken, talks, rewards, strict=True):
-            drawn.append(self._conversation(talk, rollout.drawn_sample(request), request, reward.result()))
+        for talk, reward in zip(talks, rewards, strict=True):
+            drawn.append(self._conversed(talk, rollout.drawn_sample(talk.request), reward.result()))
             talk.conversation.close()
         return drawn
 
-    def _begin(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
-        """Open a conversation per prompt, each with a new environment instance, whose reset may add to the prompt."""
-        talks = []
-        for prompt, name in zip(prompts, names, strict=True):
-            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-            row = {key: value for key, value in prompt.meta.items() if key != "tools"}
-            # the samples of a prompt are compared, so all of them reset with the seed of (seed, step, group)
-            conversation = self.environments.open(
-                row | {"prompt": in_texts(prompt.messages or []) or prompt.text},
-                fold_in(*name[:3]),
-                fold_in(*name, "environment"),
-            )
-            kind = None if None in self._renderers else prompt.meta[COLUMN]
-            talks.append(_Talk(conversation, *self._renderers[kind], list(messages), place=prompt.place))
-        known: dict[tuple[int, str], tuple[list[int], Any]] = {}  # prompts with images that reset has changed
-        resets = [talk.conversation.reset() for talk in talks]
-        for talk, prompt, reset in zip(talks, prompts, resets, strict=True):
-            added = reset.result()
-            if added:
-                talk.messages = joined(talk.messages, added)
-            with _rendering():
-                if not added:
-                    talk.prompt, talk.look = self.policy.encode(prompt), self.policy.look(prompt)
-                elif not prompt.images:
-                    talk.prompt = self.policy.readable(talk.renderer.prompt(talk.messages))
-                else:
-                    key = prompt.group_id, str(talk.messages)
-                    if key not in known:  # samples with the same images share one Look
-                        known[key] = self.policy.reader.read(replace(prompt, messages=talk.messages), self.data)
-                    talk.prompt, talk.look = known[key]
-            talk.messages, talk.before = in_texts(talk.messages), talk.prompt
-        return talks
-
-    def _conversation(
-        self, talk: _Talk, drawn: Drawn, request: Request, reward: float | dict[str, float] | None
-    ) -> Drawn:
+    def _conversed(self, talk: Talk, drawn: Drawn, reward: float | dict[str, float] | None) -> Conversed:
         """The sample of a finished conversation."""
         ended, conversation = talk.ended, talk.conversation
         beside = {
@@ -213,21 +232,28 @@ class Talks:
             "environment_seconds": conversation.seconds,
             "turn_rewards": conversation.turn_rewards,
         }
-        prompt, look = talk.prompt[-self.data.max_prompt_length :], talk.look
-        if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images cannot be truncated
-            prompt, look = self.policy.readable(prompt) or [self.policy.pad], None
+        prompt, look = drawn.prompt, drawn.look
+        if talk.silent:
+            prompt = prompt[-self.data.max_prompt_length :]
+            if look is not None:  # images cannot be truncated
+                prompt, look = self.policy.readable(prompt) or [self.policy.pad], None
         given = vars(drawn) | {"prompt": prompt, "look": look, "truncated": ended == "tokens", "beside": beside}
         return Conversed(
             **given,
-            sampled=request.sampled,
+            sampled=talk.request.sampled,
             ended=ended,
             turns=talk.turns,
             calls=conversation.calls,
             mistakes=conversation.mistakes,
             failures=conversation.failures,
             seconds=conversation.seconds,
-            earned=dict(zip(talk.ends, conversation.turn_rewards, strict=False)),  # the last turn may have no reward
+            earned=list(zip(talk.ends, conversation.turn_rewards, strict=False)),  # the last turn may have no reward
         )
+
+    def restored(self, prompt: Prompt, record: dict[str, Any], **of_tokens: Any) -> Conversed:
+        """A sample of which these values were kept."""
+        look = self.read(prompt, record["added"], {})[1] if record["shown"] else None
+        return Conversed(**record["sample"], look=look, **of_tokens)
 
     def samples(self, samples: Samples, drawn: Sequence[Conversed]) -> Samples:
         """Mask the samples that the environment ended, and add the rewards of turns."""
@@ -238,7 +264,7 @@ class Talks:
             return samples
         action_reward = torch.zeros(samples.mask.shape)
         for i, sample in enumerate(drawn):
-            for place, reward in sample.earned.items():
+            for place, reward in sample.earned:
                 action_reward[i, place] = reward
         return replace(samples, action_reward=action_reward.to(samples.mask.device))
 
@@ -265,7 +291,7 @@ def marked(trace: TokenTrace, drawn: Sequence[Conversed]) -> TokenTrace:
 class _Partner:
     """See phalanx.rollout.lm.session.Partner."""
 
-    def __init__(self, talks: Sequence[_Talk], config: EnvironmentConfig, policy: LMPolicy) -> None:
+    def __init__(self, talks: Sequence[Talk], config: EnvironmentConfig, policy: LMPolicy) -> None:
         self._talks, self._config, self._tokenizer = talks, config, policy.tokenizer
         self._readable, self._ends = policy.readable, policy.ends
 

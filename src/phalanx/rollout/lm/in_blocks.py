@@ -61,12 +61,12 @@ class BlockDiffusionRollout(LMRollout):
         return BlockSession(forward, settings, self.world.device, self.micro_batch_size)
 
     def request(
-        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, tokens: Sequence[int] = (), **options: Any
+        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, *earlier: Sequence[Any], **options: Any
     ) -> Request:
         """See LMRollout: up to a whole number of blocks."""
         size = self.policy.size
         room = decoding.limit // size * size - len(prompt) % size
-        return super().request(prompt, name, decoding, tokens, **{"room": room} | options)
+        return super().request(prompt, name, decoding, *earlier, **{"room": room} | options)
 
     def drawn_sample(self, request: Request) -> Drawn:
         """See LMRollout."""

@@ -1,7 +1,7 @@
 """Sampling with the trained modules themselves: no second copy of the weights, and exact log-probabilities."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -78,7 +78,7 @@ class LMRollout:
             local.append(prompts[i // n])
             # keyed random numbers: the response depends neither on the rank nor on the batch
             names.append((seed, step, local[-1].group_id, i % n))
-        self.drawn = self._checked_draw(local, names, self.how, each)
+        self.drawn = self._draw(local, names, self.how, each)
         return self._samples(local, index)
 
     def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor, seed: tuple[int, int]) -> Samples:
@@ -102,7 +102,7 @@ class LMRollout:
             i = int(samples.index[j]) % n
             # numbers that no response of an earlier attempt has used
             names.append((*self._seed, samples.prompts[j].group_id, i + attempt * n))
-        again = self._checked_draw([samples.prompts[j] for j in places], names, self.how, each)
+        again = self._draw([samples.prompts[j] for j in places], names, self.how, each)
         for j, drawn in zip(local, again, strict=False):
             self.drawn[j] = drawn
         numbers = torch.full((len(places),), -1)
@@ -119,7 +119,7 @@ class LMRollout:
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
         with self.policy.unsharded() if self.facts.weights == "none" else nullcontext():  # `awake` does not gather them
-            return self._checked_draw(repeated, names, self.val_how, each)
+            return self._draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """Metrics response/... and prompt/... over the samples of all ranks, whose rewards are `reward` [N]."""
@@ -162,13 +162,9 @@ class LMRollout:
         changed: dict[str, Any] = {"limit": val_limit, "temperature": val.temperature, "truncation": Truncation.of(val)}
         return decoding, replace(decoding, **changed)
 
-    def _checked_draw(
-        self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
-    ) -> list[Drawn]:
-        """As `_draw`; failures of an environment are counted over all ranks."""
-        # a rank that fails closes its environments, and then all do
-        with nullcontext() if self.talks is None else self.talks.checked():
-            return self._draw(prompts, names, decoding, each)
+    def checked(self) -> AbstractContextManager[None]:
+        """For a block that draws on all ranks: a rank that fails closes its environments, and then all do."""
+        return nullcontext() if self.talks is None else self.talks.checked()
 
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
@@ -189,19 +185,20 @@ class LMRollout:
             for request in queued:
                 self.session.add(request)
         result: list[Drawn] = []
-        for part in parts:
+        with self.checked():
+            for part in parts:
+                if queued:
+                    # a step draws a token of each sample that has a row, also of later parts
+                    while not all(request.over for request in queued[part]):
+                        self.session.step()
+                    new = [self.drawn_sample(request) for request in queued[part]]
+                else:
+                    new = draw(prompts[part], names[part], decoding)
+                hand_over(prompts[part], new, decoding, each, together)
+                result += new
             if queued:
-                # a step draws a token of each sample that has a row, also of later parts
-                while not all(request.over for request in queued[part]):
-                    self.session.step()
-                new = [self.drawn_sample(request) for request in queued[part]]
-            else:
-                new = draw(prompts[part], names[part], decoding)
-            hand_over(prompts[part], new, decoding, each, together)
-            result += new
-        if queued:
-            # raises if logits were not finite
-            self.session.close()
+                # raises if logits were not finite
+                self.session.close()
         self._held = []
         return result
 
@@ -282,16 +279,16 @@ class LMRollout:
         return made
 
     def request(
-        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, tokens: Sequence[int] = (), **options: Any
+        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, *earlier: Sequence[Any], **options: Any
     ) -> Request:
-        """A request for further tokens of a response, of which `tokens` were drawn before."""
+        """A request for further tokens of a response, of which `earlier` were drawn before: see Request.say."""
         # each response has its own detector, which has read its prompt: a text may begin in the middle of a token
         stops = StopTexts(self.policy.tokenizer, decoding.stop, prompt) if decoding.stop else None
         options = {"room": decoding.limit} | options
         request = Request(prompt=prompt, name=name, decoding=decoding, stops=stops, **options)
-        if tokens:
+        if earlier and earlier[0]:
             # as if they had been drawn now: the next one has the random number of its place
-            request.say(tokens)
+            request.say(*earlier)
         return request
 
     def drawn_sample(self, request: Request) -> Drawn:

@@ -4,51 +4,33 @@ More groups are in flight than a step trains. In each round all unfinished respo
 current weights, until enough groups are complete; the step trains the oldest complete groups, and the others wait. No
 group is dropped, so in the long run the policy is trained on the same distribution of lengths that it samples.
 
-Every rank knows all waiting groups. Each round distributes the unfinished responses over the ranks again. A response is
-a function of its name, the steps and the weights, so it does not depend on the layout.
+Every rank knows all waiting groups. Each round distributes the unfinished responses over the ranks again, except those
+whose environment is on a rank. A response is a function of its name, the steps and the weights, so it does not depend
+on the layout.
 """
 
 import logging
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.collectives import all_gather_object, local_numbers
+from phalanx.distributed.collectives import all_gather_object, local_numbers, on_all_ranks
 from phalanx.functional.token_budget import evenly_dealt
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, hand_over
-from phalanx.rollout.lm.session import converse
-from phalanx.types import Each, Prompt, Samples
+from phalanx.rollout.lm.session import Request, converse
+from phalanx.rollout.lm.unfinished import LISTS, OF_TOKENS, PausedTalks, Response
+from phalanx.types import Each, JobError, Prompt, Samples
 
 log = logging.getLogger(__name__)
 _MARK = "partial"  # among a checkpoint's tensors
-_OF_TOKENS = {"tokens": torch.int32, "log_probs": torch.float32, "versions": torch.int32, "steps": torch.int32}
-
-
-@dataclass(eq=False)
-class _Response:
-    """The tokens of a response so far, their log-probabilities under the weights that drew them, the training steps in
-    which these were trained, and with block diffusion the denoising steps that unmasked them.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    ended: bool = False
-
-    def extend(self, new: Self) -> None:
-        """Append what a round has drawn."""
-        for name in _OF_TOKENS:
-            vars(self)[name] += vars(new)[name]
-        self.ended = new.ended
 
 
 @dataclass(eq=False)
@@ -60,7 +42,7 @@ class _Group:
     prompt: Prompt
     tokens: list[int]
     look: Any
-    responses: list[_Response]
+    responses: list[Response]
 
     @property
     def complete(self) -> bool:
@@ -101,6 +83,7 @@ class PartialRollout:
         self._row: dict[str, float] = {}
         self._given: list[Prompt] = []  # the prompts of the last step
         self._versions: list[list[int]] = []  # of the last samples, the steps that drew their tokens
+        self._paused = None if rollout.talks is None else PausedTalks(rollout)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -132,12 +115,13 @@ class PartialRollout:
 
     def _shape(self, step: int) -> list[int]:
         """Numbers that must agree for a checkpoint's groups to be restored."""
-        return [step, self._prompts, self.config.n]
+        return [step, self._prompts, self.config.n, *([] if self._paused is None else [1])]
 
     def _tensors(self) -> dict[str, Tensor]:
         responses = [response for group in self._groups for response in group.responses]
+        record = [response.record for response in responses]
         of_tokens = {}
-        for name, dtype in _OF_TOKENS.items():
+        for name, dtype in LISTS.items():
             values = chain.from_iterable(vars(response)[name] for response in responses)
             of_tokens[name] = torch.tensor(list(values), dtype=dtype)
         # for another schedule that resumes from it: a parcel without samples, see phalanx.run.disaggregated.wire
@@ -151,17 +135,29 @@ class PartialRollout:
             "checksum": torch.tensor([group.checksum for group in self._groups], dtype=torch.long),
             "length": torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
             "ended": torch.tensor([response.ended for response in responses], dtype=torch.bool),
+            "rank": torch.tensor([response.rank for response in responses], dtype=torch.long),
+            "ranks": torch.tensor(self.world.size),
+            "record": torch.frombuffer(bytearray("\n".join(record).encode() + b"\n"), dtype=torch.uint8),
             **of_tokens,
         }
 
     def _restore(self, saved: dict[str, Tensor]) -> None:
         """Restore the groups of a checkpoint; groups whose prompt has changed since are drawn from the start."""
+        # those of an earlier version of Phalanx have neither turns nor records
+        saved = {"sampled": torch.ones(len(saved["tokens"])).bool(), "record": torch.zeros(0).byte()} | saved
         lengths = saved["length"].tolist()
-        responses = [_Response(ended=ended) for ended in saved["ended"].tolist()]
-        for name in _OF_TOKENS:
-            if name in saved and len(saved[name]):  # only block diffusion has denoising steps
-                for response, part in zip(responses, saved[name].split(lengths), strict=True):
+        responses = [Response(ended=ended) for ended in saved["ended"].tolist()]
+        sampled = [sum(part.tolist()) for part in saved["sampled"].split(lengths)]
+        for name in LISTS:
+            if len(saved[name]):  # only block diffusion has denoising steps
+                parts = saved[name].split(lengths if name in OF_TOKENS else sampled)
+                for response, part in zip(responses, parts, strict=True):
                     vars(response)[name] = part.tolist()
+        for response, record in zip(responses, saved["record"].numpy().tobytes().decode().split("\n"), strict=False):
+            response.record = record
+        if "rank" in saved and int(saved["ranks"]) == self.world.size:  # batches round as before
+            for response, rank in zip(responses, saved["rank"].tolist(), strict=True):
+                response.rank = rank
         self._next, n, changed = int(saved["next"]), self.config.n, 0
         columns = [saved[name].tolist() for name in ("number", "begun", "checksum")]
         for i, (number, begun, checksum) in enumerate(zip(*columns, strict=True)):
@@ -192,7 +188,7 @@ class PartialRollout:
     def _new(self, number: int, begun: int) -> _Group:
         step, place = divmod(number, self._prompts)
         prompt = self._batches(step)[place]
-        responses = [_Response() for _ in range(self.config.n)]
+        responses = [Response() for _ in range(self.config.n)]
         policy = self.rollout.policy
         return _Group(number, begun, prompt, policy.encode(prompt), policy.look(prompt), responses)
 
@@ -203,9 +199,10 @@ class PartialRollout:
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """See phalanx.types.Rollout; the samples' prompts are those of the trained groups, not `prompts`."""
         self._given, rounds = prompts, 0
-        while (trained := self._trained(step)) is None:
-            self._draw(seed, step)
-            rounds += 1
+        with self.rollout.checked():
+            while (trained := self._trained(step)) is None:
+                self._draw(seed, step)
+                rounds += 1
         before = len(self._groups)
         self._groups = [group for group in self._groups if group not in trained]
         self._step = step + 1
@@ -219,9 +216,10 @@ class PartialRollout:
             group, response = trained[i // n], trained[i // n].responses[i % n]
             local.append(replace(group.prompt, group_id=i // n))
             self._versions.append(response.versions)
-            of_response = self.rollout.request(group.tokens, (), self.rollout.how, response.tokens, look=group.look)
-            of_response.log_probs, of_response.steps = response.log_probs, response.steps
-            drawn.append(self.rollout.drawn_sample(of_response))
+            if self._paused is None:
+                drawn.append(self.rollout.drawn_sample(self._request(group, response, ())))
+            else:
+                drawn.append(self._paused.sample(group.prompt, response))
         hand_over(local, drawn, self.rollout.how, each, self.micro_batch_size)
         return self._versioned(self.rollout.gathered(drawn, local, index, (seed, step)), step)
 
@@ -248,34 +246,47 @@ class PartialRollout:
 
     def _draw(self, seed: int, step: int) -> None:
         """Draw one round of further tokens for all unfinished responses. Collective."""
-        assert self.config.partial_rollout is not None
-        count, version = self.config.partial_rollout.tokens, self._version_at(step)
         alive: list[tuple[_Group, int]] = []
         for group in self._groups:
             alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]
-        # each rank gets the same number of responses, and about as many tokens to prefill
-        costs = [float(len(group.tokens) + len(group.responses[i].tokens)) for group, i in alive]
-        most = -(-len(alive) // self.world.size)
-        ranks = evenly_dealt(costs, [most] * self.world.size)
-        places = [place for place, rank in enumerate(ranks) if rank == self.world.rank]
-        requests, full = [], []
-        for place in places:
-            group, i = alive[place]
-            name, done = (seed, *divmod(group.number, self._prompts), i), group.responses[i].tokens
-            request = self.rollout.request(group.tokens, name, self.rollout.how, done, look=group.look)
-            full.append(request.room)
-            request.room = min(request.room, len(done) + count)
+        places = [place for place, rank in enumerate(self._ranks(alive)) if rank == self.world.rank]
+        parts = on_all_ranks(lambda: self._round([alive[place] for place in places], seed, step), JobError)
+        for of_rank in all_gather_object(list(zip(places, parts, strict=True))):
+            for place, part in of_rank:
+                group, i = alive[place]
+                group.responses[i].extend(part)
+
+    def _ranks(self, alive: list[tuple[_Group, int]]) -> list[int]:
+        """The ranks that go on with responses: those that have their environments; otherwise each rank gets the same
+        number, and about as many tokens to prefill.
+        """
+        ranks = [group.responses[i].rank for group, i in alive]
+        most, world = -(-len(alive) // self.world.size), range(self.world.size)
+        costs = [float(len(g.tokens) + len(g.responses[i].tokens)) for g, i in alive if g.responses[i].rank < 0]
+        dealt = iter(evenly_dealt(costs, [max(most - ranks.count(rank), 0) for rank in world]))
+        return [next(dealt) if rank < 0 else rank for rank in ranks]
+
+    def _round(self, local: list[tuple[_Group, int]], seed: int, step: int) -> list[Response]:
+        """Draw further tokens of responses on this rank."""
+        assert self.config.partial_rollout is not None
+        count, version = self.config.partial_rollout.tokens, self._version_at(step)
+        responses = [group.responses[i] for group, i in local]
+        names = [(seed, *divmod(group.number, self._prompts), i) for group, i in local]
+        if (paused := self._paused) is not None:
+            prompts = [group.prompt for group, _ in local]
+            on_all_ranks(lambda: paused.open(responses, prompts, names), JobError)  # before any waits in a session
+            return paused.draw(responses, count, version)
+        requests = []
+        for (group, _), response, name in zip(local, responses, names, strict=True):
+            request = self._request(group, response, name)
+            request.go_on(count)
             requests.append(request)
         converse(self.rollout.session, requests)
-        drawn: list[tuple[int, _Response]] = []
-        for place, request, room in zip(places, requests, full, strict=True):
-            group, i = alive[place]
-            new, ended = request.tokens[len(group.responses[i].tokens) :], request.ended or len(request.tokens) >= room
-            drawn.append((place, _Response(new, request.log_probs, [version] * len(new), request.steps, ended)))
-        for parts in all_gather_object(drawn):
-            for place, new_part in parts:
-                group, i = alive[place]
-                group.responses[i].extend(new_part)
+        return [response.beyond(request, version) for response, request in zip(responses, requests, strict=True)]
+
+    def _request(self, group: _Group, response: Response, name: tuple[Any, ...]) -> Request:
+        earlier = response.tokens, response.log_probs, response.steps
+        return self.rollout.request(group.tokens, name, self.rollout.how, *earlier, look=group.look)
 
     def _metrics(self, trained: list[_Group], step: int, pool: int) -> dict[str, float]:
         ages: list[int] = []

@@ -5,6 +5,7 @@ row that an ended sample leaves goes to the next request; a prompt is read once 
 without answers to read is one graph (phalanx.rollout.lm.step_graph).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,8 @@ class PolicySession:
             [numbers] = self._moved(self._uniform(begun))
             parts.append(self._drawn(torch.stack([prompt.logits for prompt in prompts]), numbers))
             requests += begun
-        if not parts:  # all wait for answers
+        if not parts:  # all that have a row wait for answers, of threads that should run meanwhile
+            time.sleep(0.001)
             return []
         # the only wait for the device in a step
         tokens, scores = torch.cat(parts, 1).tolist()
@@ -235,7 +237,7 @@ class PolicySession:
 
     def _room(self, request: Request) -> int:
         """The number of tokens that a sample has at most."""
-        return len(request.prompt) + request.room
+        return len(request.prompt) + (request.room if request.keep else len(request.tokens) + request.left)
 
     def _read_prompts(self, new: list[tuple[int, Request]], unread: list[int]) -> None:
         """Read the prompts that `new` samples need and that are `unread`."""

@@ -6,6 +6,7 @@ regardless of the turn, the batch and the step, so its tokens depend on none of 
 steps that are fixed in advance, so the drawn tokens do not depend on how long a tool takes.
 """
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -78,8 +79,8 @@ class Request:
     """A sample in progress: the tokens of its prompt, and those after it.
 
     name: the random numbers of the sample are a function of it. room: the maximum number of tokens after the prompt.
-    look: the images of the prompt. stops: detects texts that end the response. keep: the sample may be added again,
-    with further tokens after those of its turn.
+    until: the sample pauses once the model has drawn so many tokens. look: the images of the prompt. stops: detects
+    texts that end the response. keep: the sample may be added again, with further tokens after those of its turn.
 
     tokens: all after the prompt, of which `sampled` marks those that the model drew, `drawn` in number. log_probs: of
     these, if the engine computes them. steps: the denoising steps that unmasked them, with block diffusion. begin:
@@ -91,6 +92,7 @@ class Request:
     name: tuple[Any, ...]
     decoding: Decoding
     room: int
+    until: int = sys.maxsize
     look: Any = None
     place: str = ""  # names the prompt in messages
     stops: StopTexts | None = None
@@ -115,6 +117,11 @@ class Request:
         """The tokens of the sample, from its prompt on, without the first `read`."""
         first = len(self.prompt)
         return self.tokens[read - first :] if read >= first else self.prompt[read:] + self.tokens
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that the model may still draw before an answer, the end or a pause."""
+        return min(self.room - len(self.tokens), self.until - self.drawn)
 
     @property
     def seed(self) -> int:
@@ -155,8 +162,12 @@ class Request:
         self.log_probs += log_probs
         self.steps += steps
         self.cut = not self.ended and len(self.tokens) >= self.room
-        self.over = self.ended or self.cut
+        self.over = self.ended or self.left <= 0
         return self.over
+
+    def go_on(self, tokens: int) -> None:
+        """Let the model draw so many further tokens until the next pause."""
+        self.until, self.over = self.drawn + tokens, False
 
     def hear(self, answer: list[int]) -> bool:
         """Append an answer, after which the next turn begins; False if it does not fit with at least one more token."""
@@ -164,7 +175,7 @@ class Request:
         if not self.cut:
             self.tokens += answer
             self.sampled += [False] * len(answer)
-            self.begin, self.over = len(self.tokens), False
+            self.begin, self.over = len(self.tokens), self.left <= 0
         return not self.cut
 
 
@@ -195,7 +206,7 @@ class Partner(Protocol):
 
 
 def converse(session: Session, requests: Sequence[Request], partner: Partner | None = None, join: int = 1) -> None:
-    """Draw all requests to their ends, each a conversation with `partner` if there is one.
+    """Draw all requests to their ends or pauses, each a conversation with `partner` if there is one.
 
     join: answers join at every `join`-th step, or with 0 as they arrive; and whenever no sample is drawing.
     """
@@ -225,7 +236,7 @@ def _converse(session: Session, requests: Sequence[Request], partner: Partner | 
         for i in joining(heard, step, join, alone=not drawing):
             assert partner is not None, "answers are of a partner"
             answer = partner.answer(i, heard.pop(i).result())
-            requests[i].keep = answer is not None and requests[i].hear(answer)
+            requests[i].keep = answer is not None and requests[i].hear(answer) and not requests[i].over
             if requests[i].keep:
                 session.add(requests[i])
                 drawing += 1

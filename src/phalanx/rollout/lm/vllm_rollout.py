@@ -185,7 +185,7 @@ class VllmSession:
             self._shown[look] = shown_to(look, request.place)
         shown = self._shown[look]
         tokens = request.rest(0) if shown is None else shown.short + request.tokens
-        decoding = replace(request.decoding, limit=request.room - len(request.tokens))
+        decoding = replace(request.decoding, limit=request.left)
         self._new.append(Asked(name, tokens, request.seed, decoding, shown))
         self._own[name] = request
 

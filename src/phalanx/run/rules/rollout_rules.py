@@ -99,10 +99,6 @@ RULES = (
          lambda c: truncated(c) if _no_log_probs(c) else None,
          " needs the policy's own log-probs, which determine the tokens that are kept, but "
          "{c.rollout:correction}=none does not compute them; set it to rescore"),
-    Rule("rollout.partial_rollout environment.path environment.tools environment.tool_config_path", LM_RL,
-         lambda c: c.rollout.partial_rollout and c.environment.used,
-         "{c.rollout:partial_rollout}: true lets any rank go on with a response, but the state of an environment is on "
-         "one; leave out one of them"),
     Rule("rollout.partial_rollout rollout.schedule", LM_RL,
          lambda c: c.rollout.partial_rollout and c.rollout.schedule == "pipelined",
          "{c.rollout:partial_rollout}: true does not wait for the longest responses of a step, so it has no parts; set "
