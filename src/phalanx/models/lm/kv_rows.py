@@ -8,7 +8,7 @@ mask, decode in Columns: their rows begin together, left-padded, and share the c
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -27,18 +27,32 @@ States = list[tuple[Tensor, ...]]  # keys and values [H, L, D] of a prompt by la
 
 @dataclass(eq=False)
 class _Step:
-    """Shared by the layers: their sizes, where the step writes [n x Q], of all rows' columns one after another,
-    and the number of columns that it sees. Not KVRows itself: a cycle would keep the buffers for the collector.
+    """Shared by the layers: their sizes, the columns [n, 1, Q] that the step writes, and the number that it sees. Not
+    KVRows itself: a cycle would keep the buffers for the collector.
     """
 
     rows: int
     length: int
-    at: Tensor
+    columns: Tensor
     width: int = 0
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    def sees(self, columns: Tensor, width: int) -> None:
+        """Begin a step."""
+        self.columns, self.width, self._places = columns, width, {}
+
+    def places(self, heads: int) -> Tensor:
+        """Where the step writes [n x heads x Q], of the columns of all rows and heads one after another."""
+        if heads not in self._places:
+            first = torch.arange(len(self.columns) * heads, device=self.columns.device) * (self.length + 1)
+            self._places[heads] = (first.view(-1, heads, 1) + self.columns).flatten()
+        return self._places[heads]
 
 
 class _Layer(DynamicLayer):
-    """The buffers [rows, length + 1, H, D] of a layer; the last column takes what belongs to no sample."""
+    """The buffers [rows, H, length + 1, D] of a layer; the last column takes what belongs to no sample. The columns of
+    a head are adjacent, because attention reads them one after another.
+    """
 
     _layer_type = None  # transformers registers subclasses by it
 
@@ -50,7 +64,7 @@ class _Layer(DynamicLayer):
         """The buffers, made at the first call for keys and values [..., H, *, D] like these."""
         if not self.buffers:
             for one in states:
-                shape = self.step.rows, self.step.length + 1, one.shape[-3], one.shape[-1]
+                shape = self.step.rows, one.shape[-3], self.step.length + 1, one.shape[-1]
                 self.buffers.append(_zeros(shape, one.dtype, one.device))
         return self.buffers
 
@@ -58,8 +72,8 @@ class _Layer(DynamicLayer):
         """Write keys and values [n, H, Q, D] of the step; returns those of the visible columns [n, H, width, D]."""
         step, shown = self.step, []
         for buffer, states in zip(self.allocate(key_states, value_states), (key_states, value_states), strict=True):
-            buffer.flatten(0, 1).index_copy_(0, step.at, states.transpose(1, 2).flatten(0, 1))
-            shown.append(buffer[: len(states), : step.width].transpose(1, 2))
+            buffer.flatten(0, 2).index_copy_(0, step.places(states.shape[1]), states.flatten(0, 2))
+            shown.append(buffer[: len(states), :, : step.width])
         return shown[0], shown[1]
 
     def get_seq_length(self) -> int:
@@ -109,32 +123,30 @@ class KVRows:
         for layer, given in zip(self.cache.layers, states, strict=bool(states)):
             for buffer, one in zip(layer.allocate(*given), given, strict=True):
                 for row in rows:
-                    buffer[row, : one.shape[1]] = one.transpose(0, 1)
+                    buffer[row, :, : one.shape[1]] = one
 
     def lengthen(self, length: int) -> None:
         """Copy all rows into longer ones."""
         more, self._step.length = length - self.length, length
         for layer in self.cache.layers:
-            layer.buffers = [pad(buffer, (0, 0, 0, 0, 0, more)) for buffer in layer.buffers]
+            layer.buffers = [pad(buffer, (0, 0, 0, more)) for buffer in layer.buffers]
 
     def select(self, used: Sequence[int], width: int) -> list[int]:
         """Keep only these rows, as the first ones; returns which row each of them was. width: of the longest."""
         order = list(range(len(used)))
-        holes = [i for i in order if i not in used]
+        holes = sorted(set(order).difference(used))
         for hole, row in zip(holes, [i for i in used if i >= len(used)], strict=True):
             order[hole] = row
             for layer in self.cache.layers:
                 for buffer in layer.buffers:
-                    buffer[hole, :width] = buffer[row, :width]
+                    buffer[hole, :, :width] = buffer[row, :, :width]
         return order
 
     def arguments(self, columns: Tensor, width: int, visible: Tensor | None = None) -> dict[str, Any]:
         """Arguments of a forward pass over tokens [n, Q] that go to these columns, -1 for none, and see the columns
         before `width`: those up to their own, or the `visible` ones, [n, Q, width] bool.
         """
-        first = torch.arange(len(columns), device=columns.device)[:, None] * (self.length + 1)
-        self._step.at = (first + torch.where(columns < 0, self.length, columns)).flatten()
-        self._step.width = width
+        self._step.sees(torch.where(columns < 0, self.length, columns)[:, None], width)
         if visible is None:
             visible = torch.arange(width, device=columns.device) <= columns.clamp(min=0)[..., None]
         return {"attention_mask": visible[:, None], CACHE: self.cache}
