@@ -119,6 +119,8 @@ def test_a_lost_node_gets_its_shards_from_another(
         begins = re.findall(r"; steps (\d+) to 8 of ", nodes[0].said)
     assert len(begins) == 2 and int(begins[1]) >= 3  # there is no checkpoint
     assert rows(tmp_path) == rows(tmp_path / "whole")
+
+
 SIDE_BY_SIDE = ("model.lora_rank=4", "sweep={optim.lr: [1e-3, 5e-4]}")
 ROLES = ("trainer.undo_steps=true", "placement={rollout: 0 of each node, actor: 1 of each node}")
 PARTIAL = ("rollout.partial_rollout.tokens=4", "rollout.max_staleness=2", "rollout.correction=token_tis")
