@@ -236,11 +236,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         LMRLConfig,
-        ("rollout.partial_rollout=true", "environment.tools=[calculator]"),
-        "rollout.partial_rollout: true lets any rank go on with a response, but",
-    ),
-    (
-        LMRLConfig,
         ("rollout.partial_rollout=true", PIPELINED),
         "rollout.partial_rollout: true does not wait for the longest responses of a step",
     ),
