@@ -9,6 +9,9 @@
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
 #   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range or IN_PLACE)
 #   IN_PLACE        1: when a node is lost, the others go on in their processes (docs/faults.md)
+#   SPARES          with IN_PLACE, nodes that wait to take the place of lost ones, with NODE_RANK from NNODES on (0); where
+#                   a scheduler gives the number of nodes, they are among them
+#   STORE_ADDR      with IN_PLACE, host:port of a store that no node keeps, so that node 0 may be lost as well
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows only each node's first rank
 #   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
@@ -28,7 +31,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,18s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,21s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
@@ -40,7 +43,21 @@ for argument in "$@"; do
   esac
 done
 
+nodes_given=${NNODES:-}
 cluster
+number SPARES "${SPARES:=0}" 1
+if [ -n "${STORE_ADDR:=}" ]; then
+  case ${STORE_ADDR%:*}/${STORE_ADDR##*:} in
+    /* | */ | */*[!0-9]* | "$STORE_ADDR/$STORE_ADDR")
+      die "STORE_ADDR=$STORE_ADDR: expected host:port, such as STORE_ADDR=head:29500" ;;
+  esac
+  [ -n "${IN_PLACE:-}" ] || die "STORE_ADDR=$STORE_ADDR needs IN_PLACE=1"
+  : "${MASTER_ADDR:=${STORE_ADDR%:*}}"
+fi
+if [ "$SPARES" -gt 0 ]; then
+  [ -n "${IN_PLACE:-}" ] || die "SPARES=$SPARES needs IN_PLACE=1: spare nodes take the place of lost ones"
+  [ -n "$nodes_given" ] || { number NNODES "$NNODES" 3 && NNODES=$((NNODES - SPARES)); }
+fi
 min=${NNODES%:*} max=${NNODES#*:}
 case $min:$max in
   *[!0-9:]* | *:*:* | :* | *:) die "NNODES=$NNODES: expected a number or a range, such as NNODES=2 or NNODES=2:4" ;;
@@ -56,7 +73,8 @@ number NPROC_PER_NODE "$NPROC_PER_NODE" 8
 number MAX_RESTARTS "$MAX_RESTARTS" 3
 number GRACE_S "${GRACE_S:=30}" 30
 [ "$NPROC_PER_NODE" -ge 1 ] || die "NPROC_PER_NODE=$NPROC_PER_NODE: expected at least 1"
-[ "$NODE_RANK" -lt "$max" ] || die "NODE_RANK=$NODE_RANK is not below NNODES=$max; nodes are numbered from 0"
+[ "$NODE_RANK" -lt $((max + SPARES)) ] ||
+  die "NODE_RANK=$NODE_RANK is not below NNODES=$max${IN_PLACE:+ and SPARES=$SPARES more}; nodes are numbered from 0"
 
 if [ -n "$fan_out" ] && [ -z "$plan" ]; then
   if command -v srun >/dev/null; then
@@ -92,8 +110,11 @@ set -- --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS" --signa
 if [ "$min" -lt "$max" ] || [ "$MAX_RESTARTS" -gt 0 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks must not find the keys of the previous ones
 fi
-if [ "$max" -eq 1 ]; then set -- --standalone --nnodes 1 "$@"
-elif [ -n "$IN_PLACE" ] || { [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; }; then
+if [ -n "$IN_PLACE" ]; then # each node has a torchrun of its own, which outlives that of any other
+  export PHALANX_STORE="${STORE_ADDR:-$MASTER_ADDR:$MASTER_PORT}" NODE_RANK SPARES STORE_ADDR
+  set -- --standalone --nnodes 1 "$@"
+elif [ "$max" -eq 1 ]; then set -- --standalone --nnodes 1 "$@"
+elif [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; then
   set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
 else # node 0 runs the store, and each node gives the address at which others reach it, so no host names are needed
   if [ "$NODE_RANK" -eq 0 ]; then first=true address=$MASTER_ADDR; else first=false address=$(own_address); fi

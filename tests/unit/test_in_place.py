@@ -10,15 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import in_place
+from phalanx.run import generations
+from phalanx.run.generations import Generation
 from phalanx.run.in_memory import agreed_offer, offers_of
-from phalanx.run.in_place import Generation
 from phalanx.run.severed import listening_ports, sever
 from phalanx.training.progress import Progress
 
 
 def place(store: dist.Store, node: int, local: int = 0, *, nodes: int = 3, ranks: int = 1) -> Generation:
-    return Generation(node, nodes, Launch(node * ranks + local, nodes * ranks, local, ranks), store, set())
+    return Generation(node, nodes, Launch(node * ranks + local, nodes * ranks, local, ranks), store, set(), spares=1)
 
 
 def numbers(places: list[tuple[Generation, set[int] | None]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -54,6 +54,8 @@ def numbers(places: list[tuple[Generation, set[int] | None]], monkeypatch: pytes
 def store() -> dist.Store:
     made = dist.HashStore()
     made.set_timeout(timedelta(seconds=20))
+    made.set("current", "0")  # a generation of all three nodes
+    made.set("0/nodes", "[0, 1, 2]")
     return made
 
 
@@ -76,9 +78,7 @@ def test_a_later_node_joins_the_survivors(store: dist.Store, monkeypatch: pytest
     first = place(store, 0)
     first.number = 1
     store.set("2/2/0", "1 0")
-    store.add("2/came", 1)
-    assert first.waiting()
-    monkeypatch.setattr(late, "_current", lambda: 1)  # it came before, however late its thread starts
+    monkeypatch.setattr(late, "current", lambda: 1)  # it came before, however late its thread starts
     assert numbers([(first, set()), (late, None)], monkeypatch) == ["0/2", "1/2"]
 
 
@@ -94,7 +94,7 @@ def test_a_node_is_ready_only_with_ranks_of_one_start(store: dist.Store) -> None
 
 
 def test_a_job_waits_where_it_cannot_run_on_the_survivors(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(generations, "PATIENCE_S", 0.2)
     each = place(store, 0)
     each.impossible.add(1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -141,3 +141,41 @@ def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() 
     assert job.progress.unfinished is None
     job.unconfirmed = None
     assert offers_of(job)[5][0].unfinished is None  # type: ignore[arg-type]
+
+
+def test_a_spare_node_stands_where_the_lost_one_stood(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep their ranks; the lost one comes back, and takes the place of the next one that is lost."""
+    monkeypatch.setattr(Generation, "current", lambda _: 0)
+    store.set("1/3/0", f"{socket.gethostname()} {os.getppid()} 0")  # it waits since before the loss
+    places = [(place(store, 0), {1}), (place(store, 2), {1}), (place(store, 3), None)]
+    assert numbers(places, monkeypatch) == ["0/3", "2/3", "1/3"]
+    assert places[0][0].chosen(1) == [0, 3, 2]
+    monkeypatch.setattr(Generation, "current", lambda _: 1)
+    store.set("2/1/0", f"{socket.gethostname()} {os.getppid()} 0")
+    places = [(place(store, 0), {3}), (place(store, 2), {3}), (place(store, 1), None)]
+    assert numbers(places, monkeypatch) == ["0/3", "2/3", "1/3"]
+    assert places[0][0].chosen(2) == [0, 1, 2]
+
+
+def test_a_waiting_node_is_no_reason_to_stop_a_whole_job(store: dist.Store) -> None:
+    first = place(store, 0)
+    first.number = 0
+    store.set("1/3/0", "a 1 0")
+    store.add("1/came", 1)
+    beats = threading.Event()
+    with first.signs.waits(3):
+        for _ in range(30):
+            assert not first.waiting()
+            beats.wait(0.05)
+        store.set("0/nodes", "[0, 2]")
+        assert first.waiting()
+
+
+def test_two_nodes_of_one_number(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = place(store, 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(
+        each, "_choose", lambda *_, **__: [store.set("1/1/0", "other 1 0"), store.set("1/nodes", "[1]")]
+    )
+    with pytest.raises(ValueError, match=r"^node 1 came twice, from other and from \S+; expected one NODE_RANK each$"):
+        each.register(None)
