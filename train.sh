@@ -9,9 +9,8 @@
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
 #   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range or IN_PLACE)
 #   IN_PLACE        1: when a node is lost, the others go on in their processes (docs/faults.md)
-#   SPARES          with IN_PLACE, nodes that wait to take the place of lost ones, with NODE_RANK from NNODES on (0); where
-#                   a scheduler gives the number of nodes, they are among them
-#   STORE_ADDR      with IN_PLACE, host:port of a store that no node keeps, so that node 0 may be lost as well
+#   SPARES          with IN_PLACE, nodes that wait for the place of a lost one, with NODE_RANK from NNODES on (0)
+#   STORE_ADDR      with IN_PLACE, host:port of a store that no node keeps (docs/faults.md)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows only each node's first rank
 #   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
@@ -31,7 +30,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,21s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,20s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
@@ -43,21 +42,7 @@ for argument in "$@"; do
   esac
 done
 
-nodes_given=${NNODES:-}
 cluster
-number SPARES "${SPARES:=0}" 1
-if [ -n "${STORE_ADDR:=}" ]; then
-  case ${STORE_ADDR%:*}/${STORE_ADDR##*:} in
-    /* | */ | */*[!0-9]* | "$STORE_ADDR/$STORE_ADDR")
-      die "STORE_ADDR=$STORE_ADDR: expected host:port, such as STORE_ADDR=head:29500" ;;
-  esac
-  [ -n "${IN_PLACE:-}" ] || die "STORE_ADDR=$STORE_ADDR needs IN_PLACE=1"
-  : "${MASTER_ADDR:=${STORE_ADDR%:*}}"
-fi
-if [ "$SPARES" -gt 0 ]; then
-  [ -n "${IN_PLACE:-}" ] || die "SPARES=$SPARES needs IN_PLACE=1: spare nodes take the place of lost ones"
-  [ -n "$nodes_given" ] || { number NNODES "$NNODES" 3 && NNODES=$((NNODES - SPARES)); }
-fi
 min=${NNODES%:*} max=${NNODES#*:}
 case $min:$max in
   *[!0-9:]* | *:*:* | :* | *:) die "NNODES=$NNODES: expected a number or a range, such as NNODES=2 or NNODES=2:4" ;;
@@ -110,10 +95,9 @@ set -- --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS" --signa
 if [ "$min" -lt "$max" ] || [ "$MAX_RESTARTS" -gt 0 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks must not find the keys of the previous ones
 fi
-if [ -n "$IN_PLACE" ]; then # each node has a torchrun of its own, which outlives that of any other
-  export PHALANX_STORE="${STORE_ADDR:-$MASTER_ADDR:$MASTER_PORT}" NODE_RANK SPARES STORE_ADDR
-  set -- --standalone --nnodes 1 "$@"
-elif [ "$max" -eq 1 ]; then set -- --standalone --nnodes 1 "$@"
+# in place, each node has a torchrun of its own, which needs no other one
+[ -z "$IN_PLACE" ] || export PHALANX_STORE="${STORE_ADDR:-$MASTER_ADDR:$MASTER_PORT}" NODE_RANK SPARES STORE_ADDR
+if [ "$max" -eq 1 ] || [ -n "$IN_PLACE" ]; then set -- --standalone --nnodes 1 "$@"
 elif [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; then
   set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
 else # node 0 runs the store, and each node gives the address at which others reach it, so no host names are needed

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.distributed.launch_env import Launch
+from phalanx.exit import join_nodes
 from phalanx.run import generations
 from phalanx.run.generations import Generation
 from phalanx.run.in_memory import agreed_offer, offers_of
@@ -179,3 +180,15 @@ def test_two_nodes_of_one_number(store: dist.Store, monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(ValueError, match=r"^node 1 came twice, from other and from \S+; expected one NODE_RANK each$"):
         each.register(None)
+
+
+def test_ranks_of_a_nodes_own_torchrun_are_numbered_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a spare node come after the world's, and child processes are no ranks."""
+    env = {"PHALANX_STORE": "head:7", "NODE_RANK": "2", "NNODES": "2", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    made = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*env, *made, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, env.get(name, "0"))
+    for _ in range(2):
+        join_nodes()
+        assert [os.environ[name] for name in made] == ["11", "8", "2", "2", "head", "7"]
+    assert "PHALANX_STORE" not in os.environ
