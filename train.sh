@@ -9,6 +9,8 @@
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
 #   MAX_RESTARTS    how often failed ranks are restarted (0; 3 with a range or IN_PLACE)
 #   IN_PLACE        1: when a node is lost, the others go on in their processes (docs/faults.md)
+#   SPARES          with IN_PLACE, nodes that wait for the place of a lost one, with NODE_RANK from NNODES on (0)
+#   STORE_ADDR      with IN_PLACE, host:port of a store that no node keeps (docs/faults.md)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows only each node's first rank
 #   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
@@ -28,7 +30,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,18s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,20s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
@@ -56,7 +58,8 @@ number NPROC_PER_NODE "$NPROC_PER_NODE" 8
 number MAX_RESTARTS "$MAX_RESTARTS" 3
 number GRACE_S "${GRACE_S:=30}" 30
 [ "$NPROC_PER_NODE" -ge 1 ] || die "NPROC_PER_NODE=$NPROC_PER_NODE: expected at least 1"
-[ "$NODE_RANK" -lt "$max" ] || die "NODE_RANK=$NODE_RANK is not below NNODES=$max; nodes are numbered from 0"
+[ "$NODE_RANK" -lt $((max + SPARES)) ] ||
+  die "NODE_RANK=$NODE_RANK is not below NNODES=$max${IN_PLACE:+ and SPARES=$SPARES more}; nodes are numbered from 0"
 
 if [ -n "$fan_out" ] && [ -z "$plan" ]; then
   if command -v srun >/dev/null; then
@@ -92,8 +95,10 @@ set -- --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS" --signa
 if [ "$min" -lt "$max" ] || [ "$MAX_RESTARTS" -gt 0 ]; then
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks must not find the keys of the previous ones
 fi
-if [ "$max" -eq 1 ]; then set -- --standalone --nnodes 1 "$@"
-elif [ -n "$IN_PLACE" ] || { [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; }; then
+# in place, each node has a torchrun of its own, which needs no other one
+[ -z "$IN_PLACE" ] || export PHALANX_STORE="${STORE_ADDR:-$MASTER_ADDR:$MASTER_PORT}" NODE_RANK SPARES STORE_ADDR
+if [ "$max" -eq 1 ] || [ -n "$IN_PLACE" ]; then set -- --standalone --nnodes 1 "$@"
+elif [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; then
   set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
 else # node 0 runs the store, and each node gives the address at which others reach it, so no host names are needed
   if [ "$NODE_RANK" -eq 0 ]; then first=true address=$MASTER_ADDR; else first=false address=$(own_address); fi

@@ -242,7 +242,16 @@ class Campaign:
     """A job of two nodes, its losses, and the seconds from each to the next step."""
 
     def __init__(
-        self, kind: str, ranks: int, model: Path, folder: Path, total: int, net: Net, pause_s: float, sharded: bool
+        self,
+        kind: str,
+        ranks: int,
+        model: Path,
+        folder: Path,
+        total: int,
+        net: Net,
+        pause_s: float,
+        sharded: bool = False,
+        spares: int = 0,
     ) -> None:
         folder.mkdir(parents=True)
         self.sharded = sharded
@@ -258,7 +267,8 @@ class Campaign:
         self.config = load_config(KINDS[kind].schema, None, words)
         self.runs = list(self.config.runs) or [""]
         self.context, self.port = multiprocessing.get_context("fork"), free_port()
-        self.nodes = [Node(number, ranks, self._start) for number in range(2)]
+        self.spares = spares
+        self.nodes = [Node(number, ranks, self._start) for number in range(2 + spares)]
 
     def _start(self, node: Node, local: int) -> Any:
         marks = self.folder / f"marks_{node.number}"
@@ -267,7 +277,7 @@ class Campaign:
         env |= {"MASTER_ADDR": self.net.address, "MASTER_PORT": str(self.port), "TORCHELASTIC_RUN_ID": "kills"}
         env |= {"TORCHELASTIC_RESTART_COUNT": str(node.restarts), "TORCHELASTIC_MAX_RESTARTS": "1000"}
         env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "IN_PLACE": "1", "NNODES": "2", "PHASE_S": str(self.pause_s)}
-        env |= {MARKS: str(marks), "OMP_NUM_THREADS": "1"}
+        env |= {"SPARES": str(self.spares), MARKS: str(marks), "OMP_NUM_THREADS": "1"}
         process = self.context.Process(target=_rank, args=(self.net, self.folder, env, self.config))
         process.start()
         return process

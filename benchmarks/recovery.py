@@ -1,15 +1,17 @@
 """Seconds from the loss of a rank or a node to the next training step: in place, by a restart, and torchelastic alone.
 
-    python -m benchmarks.recovery [--runs 3] [--ranks 1]
+    python -m benchmarks.recovery [--runs 3] [--ranks 1] [--kinds "in place,spare,restart,bare"]
 
 Two nodes of `ranks` ranks each, on this machine, train a tiny SD3 with a LoRA. In the middle of a step, either a rank
 of node 1 is killed, whose launcher starts it again, or all processes of node 1 are. With IN_PLACE=1 the others go on;
-else all ranks start again (MAX_RESTARTS=3; for a node NNODES=1:2) from the checkpoint of each second step. `bare`:
+else all ranks start again (MAX_RESTARTS=3; for a node NNODES=1:2) from the checkpoint of each second step. `spare`: a
+third node takes the place of the lost one (SPARES=1); a rank that is lost may come back before. `bare`:
 ranks that only import torch and count in an all_reduce, under the same torchrun. The kinds take turns. 200 s stand for
 a job that did not go on. The last line is JSON.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -25,7 +27,7 @@ from tests.helpers.ranks import free_port, launch_environment
 from tests.helpers.tiny import tiny_sd3
 
 LIMIT_S = 200.0
-KINDS = ("in place", "restart", "bare")
+KINDS = ("in place", "spare", "restart", "bare")
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 SETTINGS = ("model.lora_rank=4", "trainer.save_freq=2", "trainer.total_training_steps=1000")
 BARE = """
@@ -41,8 +43,9 @@ while True:
 def one(kind: str, lost: str, model: Path, folder: Path, ranks: int) -> float:
     """Seconds from the loss to the next step."""
     place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": str(ranks)}
-    if kind == "in place":
-        place |= {"IN_PLACE": "1"}
+    spares = int(kind == "spare")
+    if kind in ("in place", "spare"):
+        place |= {"IN_PLACE": "1", "SPARES": str(spares)}
     else:
         place |= {"MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS}
         if lost == "node":
@@ -50,10 +53,12 @@ def one(kind: str, lost: str, model: Path, folder: Path, ranks: int) -> float:
     settings = (*SETTINGS, f"parallel.fsdp_size={ranks}")
     nodes = [
         Job(model, folder, *settings, env=place | {"NODE_RANK": str(number), "PHASE_S": "0.05"}, name=f"node_{number}")
-        for number in range(2)
+        for number in range(2 + spares)
     ]
-    with nodes[0], nodes[1]:
-        nodes[0].until(lambda: len(steps(folder)) >= 3)
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            stack.enter_context(node)
+        nodes[0].until(lambda: len(steps(folder)) >= 3 and nodes[0].said.count("waits for a place") == spares)
         nodes[0].until(lambda: nodes[0].phase(0)[2] == "update")
         return _until_next(lambda: len(steps(folder)), nodes, lost)
 
@@ -110,13 +115,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(KINDS))
     args = parser.parse_args()
     seconds: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         model = tiny_sd3(Path(name) / "sd3")
         for run in range(args.runs):
             for lost in ("rank", "node"):
-                for kind in KINDS:
+                for kind in args.kinds.split(","):
                     folder = Path(name) / f"{run} {lost} {kind}".replace(" ", "_")
                     folder.mkdir()
                     took = (

@@ -77,13 +77,30 @@ share_node() {
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
 }
 
+# Nodes that wait for the place of a lost one are among those of a scheduler.
+spares() {
+  number SPARES "${SPARES:=0}" 1
+  if [ -n "${STORE_ADDR:=}" ]; then
+    case ${STORE_ADDR%:*}/${STORE_ADDR##*:} in
+      /* | */ | */*[!0-9]* | "$STORE_ADDR/$STORE_ADDR")
+        die "STORE_ADDR=$STORE_ADDR: expected host:port, such as STORE_ADDR=head:29500" ;;
+    esac
+    [ -n "${IN_PLACE:-}" ] || die "STORE_ADDR=$STORE_ADDR needs IN_PLACE=1"
+    : "${MASTER_ADDR:=${STORE_ADDR%:*}}"
+  fi
+  if [ "$SPARES" -gt 0 ]; then
+    [ -n "${IN_PLACE:-}" ] || die "SPARES=$SPARES needs IN_PLACE=1: spare nodes take the place of lost ones"
+    [ -n "$given" ] || { number NNODES "$NNODES" 3 && NNODES=$((NNODES - SPARES)); }
+  fi
+}
+
 # THE ONE PLACE FOR LAUNCHERS. The first one that is present counts; SkyPilot and mpirun, which may run on Slurm, come
 # before it. Besides the plain variables it sets
 #   devices  the GPUs of this node
 #   direct   1 where this process is a rank already
 #   fan_out  the nodes on which srun has yet to start train.sh
 cluster() {
-  devices=$(gpus) direct='' fan_out='' per_node=''
+  devices=$(gpus) direct='' fan_out='' per_node='' given=${NNODES:-}
   if [ -n "${RANK:-}" ] && [ -n "${LOCAL_RANK:-}" ] && [ -z "${NNODES:-}" ]; then # a task per GPU, by torch's names
     if [ "${WORLD_SIZE:-}" = 1 ]; then : "${LOCAL_WORLD_SIZE:=1}"; fi # left by a notebook or accelerate
     tasks_are_ranks "$RANK" "${WORLD_SIZE:-}" "$LOCAL_RANK" "${LOCAL_WORLD_SIZE:-}"
@@ -107,4 +124,5 @@ cluster() {
   fi
   case $per_node in '' | 0 | *[!0-9]*) per_node=$((devices > 0 ? devices : 1)) ;; esac # it may say "auto"
   : "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_PORT:=29500}" "${NPROC_PER_NODE:=$per_node}"
+  spares
 }

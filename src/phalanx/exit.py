@@ -21,6 +21,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MARKS = "PHALANX_MARKS"  # the launcher's folder, in which each rank has a file from `begin` to `end`
 # A launcher that receives SIGTERM creates this file there; without it, ranks are stopped because nodes come or go.
 TOLD = "told"
+STORE = "PHALANX_STORE"  # the address of a job's store whose nodes have a torchrun each (IN_PLACE=1)
 _mark: Path | None = None
 _printed: set[str] = set()  # lines that this process has printed
 _role = ""  # of this process, if ranks have roles
@@ -70,6 +71,21 @@ def told_to_stop(patience_s: float = 0.0) -> bool:
 def in_place() -> bool:
     """Whether ranks go on in their processes when others are lost (see phalanx.run.in_place)."""
     return os.environ.get("IN_PLACE") == "1"
+
+
+def join_nodes() -> None:
+    """Where each node has a torchrun of its own, number its ranks among those of all nodes, by NODE_RANK. Those of a
+    spare node have numbers from WORLD_SIZE on.
+    """
+    env = os.environ
+    store = env.pop(STORE, "")  # child processes are not ranks
+    if store:
+        node, local = int(env["NODE_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+        world = int(env["NNODES"]) * local
+        address, _, port = store.rpartition(":")
+        env.update(RANK=str(node * local + int(env["LOCAL_RANK"])), WORLD_SIZE=str(world))
+        env.update(GROUP_RANK=str(node), GROUP_WORLD_SIZE=env["NNODES"], MASTER_ADDR=address, MASTER_PORT=port)
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank keeps the store
 
 
 def rank() -> int:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import group_of
 from phalanx.run import in_place
-from phalanx.run.in_place import Generation
+from phalanx.run.generations import Generation
 from tests.helpers.ranks import run_ranks
 
 
@@ -34,7 +34,8 @@ def lose_one_and_meet_again(folder: Path) -> tuple[float, float]:
     store = dist.FileStore(str(folder / "meeting"), -1)
     generation = Generation(rank, size, Launch.from_env(), store, set(), number=1)
     generation.register = lambda dead: None  # type: ignore[method-assign]  # who takes part is another test's matter
-    generation.at(1).set("nodes", "[0, 1, 2]")
+    for number in range(2):
+        generation.at(number).set("nodes", "[0, 1, 2]")
     in_place.generation = generation
     begin, noticed = time.monotonic(), 0.0
     if rank < 2:  # the third one is lost after it has come

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,14 @@ class Job:
             assert time.monotonic() < deadline, f"nothing after {timeout} s:\n{self.said}"
             time.sleep(0.01)
         return found
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """A block in which no rank gets beyond the beginning of a phase."""
+        hold = self.folder / "hold"
+        hold.touch()
+        yield
+        hold.unlink()
 
     def phase(self, rank: int) -> tuple[int, int, str]:
         """(pid, steps done, phase) of a rank; pid 0 before the first one."""

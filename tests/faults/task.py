@@ -44,12 +44,14 @@ def build(cfg: Any) -> Callable[[], None]:
 
     @contextmanager
     def phase(self: Timers, name: str) -> Iterator[None]:
-        """Write `<pid> <step> <phase>` to a file of the rank, and extend each phase a little."""
+        """Write `<pid> <step> <phase>` to a file of the rank, and extend each phase a little, or while `hold` exists."""
         with plain_timers(self, name):
             part = said.with_suffix(".part")
             part.write_text(f"{os.getpid()} {step_of()} {name}")
             part.replace(said)
             time.sleep(float(os.environ.get("PHASE_S", "0")))
+            while said.with_name("hold").exists():
+                time.sleep(0.01)
             yield
 
     def fail(at: int) -> None:

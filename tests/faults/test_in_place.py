@@ -69,6 +69,9 @@ def test_a_killed_rank_is_survived_and_its_node_comes_back(sd3_folder: Path, tmp
         a.until(lambda: len(steps(tmp_path)) >= 3)
         survivors = a.ranks()
         kill(b.phase(3)[0], signal.SIGKILL)
+        a.until(lambda: GOING_ON.findall(a.said))
+        with a.holding():  # or the job would be over before node 1 is back
+            a.until(lambda: " is ready, and waits" in b.said or GOING_ON.findall(a.said)[0][1] == "0, 1")
         assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
         said = a.said
         assert a.phase(0)[0] in survivors, said
@@ -242,6 +245,8 @@ def test_a_cut_wire_costs_no_step(hosts: Hosts, sd3_folder: Path, tmp_path: Path
         done = len(steps(tmp_path))
         a.until(lambda: len(steps(tmp_path)) > done + 2)
         hosts.link(up=True)
+        with a.holding():
+            a.until(lambda: " is ready, and waits" in b.said)
         a.until(lambda: len(GOING_ON.findall(a.said)) == 2)
         assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
         assert [nodes for _, nodes, _ in GOING_ON.findall(a.said)] == ["0", "0, 1"], a.said

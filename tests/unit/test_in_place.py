@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import in_place
+from phalanx.exit import join_nodes
+from phalanx.run import generations, in_place
+from phalanx.run.generations import Generation
 from phalanx.run.in_memory import agreed_offer, offers_of
-from phalanx.run.in_place import Generation
 from phalanx.run.severed import listening_ports, sever
 from phalanx.training.progress import Progress
 
 
 def place(store: dist.Store, node: int, local: int = 0, *, nodes: int = 3, ranks: int = 1) -> Generation:
-    return Generation(node, nodes, Launch(node * ranks + local, nodes * ranks, local, ranks), store, set())
+    return Generation(node, nodes, Launch(node * ranks + local, nodes * ranks, local, ranks), store, set(), spares=1)
 
 
 def numbers(places: list[tuple[Generation, set[int] | None]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -56,6 +57,8 @@ def numbers(places: list[tuple[Generation, set[int] | None]], monkeypatch: pytes
 def store() -> dist.Store:
     made = dist.HashStore()
     made.set_timeout(timedelta(seconds=20))
+    made.set("current", "0")  # a generation of all three nodes
+    made.set("0/nodes", "[0, 1, 2]")
     return made
 
 
@@ -78,9 +81,7 @@ def test_a_later_node_joins_the_survivors(store: dist.Store, monkeypatch: pytest
     first = place(store, 0)
     first.number = 1
     store.set("2/2/0", "1 0")
-    store.add("2/came", 1)
-    assert first.waiting()
-    monkeypatch.setattr(late, "_current", lambda: 1)  # it came before, however late its thread starts
+    monkeypatch.setattr(late, "current", lambda: 1)  # it came before, however late its thread starts
     assert numbers([(first, set()), (late, None)], monkeypatch) == ["0/2", "1/2"]
 
 
@@ -96,7 +97,7 @@ def test_a_node_is_ready_only_with_ranks_of_one_start(store: dist.Store) -> None
 
 
 def test_a_job_waits_where_it_cannot_run_on_the_survivors(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(generations, "PATIENCE_S", 0.2)
     each = place(store, 0)
     each.impossible.add(1)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -190,3 +191,53 @@ def test_each_run_of_a_sweep_remembers_its_own_choices(store: dist.Store, monkey
         monkeypatch.setattr(in_place, "here", lambda name=name: SimpleNamespace(name=name))
         chosen.append(in_place.remembered("cpu_linear", lambda choice=choice: choice))
     assert chosen == ["1", "2", "1"]
+
+
+def test_a_spare_node_stands_where_the_lost_one_stood(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep their ranks; the lost one comes back, and takes the place of the next one that is lost."""
+    monkeypatch.setattr(Generation, "current", lambda _: 0)
+    store.set("1/3/0", f"{socket.gethostname()} {os.getppid()} 0")  # it waits since before the loss
+    places = [(place(store, 0), {1}), (place(store, 2), {1}), (place(store, 3), None)]
+    assert numbers(places, monkeypatch) == ["0/3", "2/3", "1/3"]
+    assert places[0][0].chosen(1) == [0, 3, 2]
+    monkeypatch.setattr(Generation, "current", lambda _: 1)
+    store.set("2/1/0", f"{socket.gethostname()} {os.getppid()} 0")
+    places = [(place(store, 0), {3}), (place(store, 2), {3}), (place(store, 1), None)]
+    assert numbers(places, monkeypatch) == ["0/3", "2/3", "1/3"]
+    assert places[0][0].chosen(2) == [0, 1, 2]
+
+
+def test_a_waiting_node_is_no_reason_to_stop_a_whole_job(store: dist.Store) -> None:
+    first = place(store, 0)
+    first.number = 0
+    store.set("1/3/0", "a 1 0")
+    store.add("1/came", 1)
+    beats = threading.Event()
+    with first.signs.waits(3):
+        for _ in range(30):
+            assert not first.waiting()
+            beats.wait(0.05)
+        store.set("0/nodes", "[0, 2]")
+        assert first.waiting()
+
+
+def test_two_nodes_of_one_number(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = place(store, 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(
+        each, "_choose", lambda *_, **__: [store.set("1/1/0", "other 1 0"), store.set("1/nodes", "[1]")]
+    )
+    with pytest.raises(ValueError, match=r"^node 1 came twice, from other and from \S+; expected one NODE_RANK each$"):
+        each.register(None)
+
+
+def test_ranks_of_a_nodes_own_torchrun_are_numbered_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a spare node come after the world's, and child processes are no ranks."""
+    env = {"PHALANX_STORE": "head:7", "NODE_RANK": "2", "NNODES": "2", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    made = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*env, *made, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, env.get(name, "0"))
+    for _ in range(2):
+        join_nodes()
+        assert [os.environ[name] for name in made] == ["11", "8", "2", "2", "head", "7"]
+    assert "PHALANX_STORE" not in os.environ

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.run.validation import validation_summary
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers
-from tests.helpers.logs import records, rows, start
+from tests.helpers.logs import records, rows, start, trainer
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -51,6 +52,16 @@ class TestMetricsFile:
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert lines[0].startswith('{"step": 0, "val/ocr/reward/mean": 0.5, "perf/elapsed_s": ')
         assert len(lines) == 2
+
+    def test_a_run_that_resumes_before_its_first_row_keeps_the_validation(self, tmp_path: Path) -> None:
+        """The row of step 1 is written again, the one of step 0 is not."""
+        with start(tmp_path) as log:
+            log.log(0, {"val": 1})
+            log.log(1, {"x": 1})
+        RunLogger(trainer(tmp_path), {}, {}, 0, 4, True, resumes=True).close()
+        assert rows(tmp_path) == [{"step": 0, "val": 1}]
+        RunLogger(trainer(tmp_path), {}, {}, 0, 4, True).close()
+        assert rows(tmp_path) == []
 
     def test_a_resumed_run_drops_what_it_will_repeat(self, tmp_path: Path) -> None:
         with start(tmp_path) as log:

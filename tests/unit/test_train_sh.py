@@ -57,8 +57,7 @@ COMMANDS = {
         "--nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM"
     ),
     "NNODES=2 NODE_RANK=1 MASTER_ADDR=a IN_PLACE=1": (
-        "--nnodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc-per-node 1 --max-restarts 3 "
-        "--signals-to-handle SIGTERM"
+        "--standalone --nnodes 1 --nproc-per-node 1 --max-restarts 3 --signals-to-handle SIGTERM"
     ),
     "MAX_RESTARTS=5": "--standalone --nnodes 1 --nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM",
 }
@@ -88,6 +87,19 @@ def test_command(shell: list[str], folder: Path, variables: str) -> None:
     assert seen["IN_PLACE"] == env.get("IN_PLACE", "")
     restarts = "MAX_RESTARTS" in env or ":" in seen["NNODES"] or bool(seen["IN_PLACE"])
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in seen) == restarts
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "2"}, ("2", "2", "1", "a:29500")),
+        ({"NNODES": "2", "NODE_RANK": "2", "STORE_ADDR": "head:7"}, ("2", "2", "1", "head:7")),
+        ({"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "2"}, ("2", "2", "1", "a:29500")),  # a scheduler counts all
+    ],
+)
+def test_a_spare_node(shell: list[str], folder: Path, env: Mapping[str, str], place: tuple[str, ...]) -> None:
+    seen = environment(launch(shell, folder, *TASK, IN_PLACE="1", SPARES="1", MASTER_ADDR="a", **env))
+    assert tuple(seen[name] for name in ("NNODES", "NODE_RANK", "SPARES", "PHALANX_STORE")) == place
 
 
 @pytest.mark.parametrize(
@@ -160,6 +172,15 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
             {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
             "NODE_RANK=2 is not below NNODES=2; nodes are numbered from 0",
         ),
+        (
+            {"NNODES": "2", "SPARES": "1", "IN_PLACE": "1", "NODE_RANK": "3", "MASTER_ADDR": "a"},
+            "NODE_RANK=3 is not below NNODES=2 and SPARES=1 more; nodes are numbered from 0",
+        ),
+        ({"NNODES": "2", "SPARES": "1"}, "SPARES=1 needs IN_PLACE=1: spare nodes take the place of lost ones"),
+        ({"NNODES": "2", "STORE_ADDR": "head:1"}, "STORE_ADDR=head:1 needs IN_PLACE=1"),
+        ({"STORE_ADDR": "head"}, "STORE_ADDR=head: expected host:port, such as STORE_ADDR=head:29500"),
+        ({"STORE_ADDR": "head:http"}, "STORE_ADDR=head:http: expected host:port, such as STORE_ADDR=head:29500"),
+        ({"NNODES": "2", "SPARES": "yes"}, "SPARES=yes: expected an integer, such as SPARES=1"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http: expected an integer, such as MASTER_PORT=29500"),
         ({"NPROC_PER_NODE": "2.5"}, "NPROC_PER_NODE=2.5: expected an integer, such as NPROC_PER_NODE=8"),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: expected at least 1"),
@@ -383,7 +404,7 @@ def test_a_closed_stdin(shell: list[str], folder: Path) -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(Path(SCRIPT).read_text().splitlines()) <= 123
+    assert len(Path(SCRIPT).read_text().splitlines()) <= 128
 
 
 def test_shellcheck() -> None:

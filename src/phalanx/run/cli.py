@@ -33,6 +33,7 @@ from phalanx.exit import (
     hide_with,
     in_place,
     is_first,
+    join_nodes,
     leads,
     place,
     rank,
@@ -124,6 +125,7 @@ def start_process(*, quiet: bool = False) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+        join_nodes()
     hide_with(hide)
     level = logging.WARNING if rank() == 0 and not quiet else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
@@ -217,7 +219,7 @@ def _run_in_place(build: Callable[[T], Callable[[], None]], config: T) -> None:
             drop_groups()
         ended(0)
     except ConfigError as error:
-        _report_mistake(error, status=1)
+        _report_mistake(error, status=1, restart=False)
 
 
 def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
@@ -249,8 +251,8 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
         end(stop.status, str(stop), str(stop) if leads() else None, restart=restart)
 
 
-def fail(text: str, status: int, lines: int = 1) -> NoReturn:
-    """Print a message as so many lines and exit at once, without waiting for worker threads."""
+def fail(text: str, status: int, lines: int = 1, *, restart: bool = True) -> NoReturn:
+    """Print a message as so many lines and exit at once, without waiting for worker threads. restart: see `end`."""
     message = "\n  ".join(map(_one_line, hide(text).split("\n", lines - 1)))
     if not is_first():
         # Let the first rank print first. If it fails too, as with any mistake in the configuration, its launcher
@@ -260,7 +262,7 @@ def fail(text: str, status: int, lines: int = 1) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
     prefix = "error" if is_first() else f"error on rank {rank()}"
-    _end_with(f"{prefix}: {message}", status)
+    _end_with(f"{prefix}: {message}", status, restart=restart)
 
 
 def _one_line(message: str) -> str:
@@ -269,12 +271,12 @@ def _one_line(message: str) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
 
 
-def _report_mistake(error: BaseException, status: int) -> NoReturn:
+def _report_mistake(error: BaseException, status: int, *, restart: bool = True) -> NoReturn:
     """Report a user's mistake or a JobError and exit."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
         say(traceback.format_exc())
     text = reason(error) if isinstance(error, SystemExit) else str(error)
-    fail(text, status, lines=text.count("\n") + 1 if isinstance(error, UnknownKeys) else 1)
+    fail(text, status, lines=text.count("\n") + 1 if isinstance(error, UnknownKeys) else 1, restart=restart)
 
 
 def _report_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -311,7 +313,7 @@ def _from_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _end_with(report: str, status: int) -> NoReturn:
+def _end_with(report: str, status: int, *, restart: bool = True) -> NoReturn:
     """Exit with an error, or with that of another rank if one was reported earlier."""
     watch, first = _current_watch(), True
     if watch is not None:
@@ -320,7 +322,7 @@ def _end_with(report: str, status: int) -> NoReturn:
         say(report)
     if watch is not None:
         watch.linger()  # rank 0 hosts the store in which the others find the error
-    end(status, report, None)
+    end(status, report, None, restart=restart)
 
 
 def _current_watch() -> "Watch | None":

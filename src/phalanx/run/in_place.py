@@ -5,23 +5,17 @@ between two losses: a list of nodes, all of whose ranks take part. When a collec
 others drop their process groups and register in the job's store for the next generation, and so do the ranks that a
 launcher has started again. Once every node of the last generation has registered or is known to be dead, the first rank
 to see this writes the list of the next one. Its ranks build the job again, and take the state after the last complete
-step from the memory of the survivors instead of from a checkpoint.
-
-Keys in the store, below `in_place/`: `came/<node>/<local rank>`, starts of this rank; `current`, the generation that
-trains; `ended`, the exit status of the job; `choice/<run>/<name>`, what rank 0 chose first (see phalanx.run.start); and
-for each generation `<number>/<node>/<local rank>` of those that want to join it, `<number>/nodes` that were chosen,
-`<number>/ports/<rank>`, on which a rank listens, and counts of ranks that have come so far or, as `<number>/left`, that
-want to join after they took part in the generation before.
+step from the memory of the survivors instead of from a checkpoint. Nodes without a place load the libraries and wait
+for one (see phalanx.run.spares).
 """
 
 import contextlib
-import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -33,168 +27,63 @@ from phalanx.config.messages import ConfigError
 from phalanx.distributed.fsdp import KEPT
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
-from phalanx.exit import end, place, say
+from phalanx.exit import say
 from phalanx.kept import keep
 from phalanx.models.meeting import here
 from phalanx.run import watchdog
+from phalanx.run.generations import Generation, Regroup
 from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, parts_of, take
 from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
-from phalanx.run.severed import listening_ports, sever, unlisted
+from phalanx.run.severed import listening_ports, unlisted
+from phalanx.run.spares import role_of
 from phalanx.training.progress import Progress
 
-PATIENCE_S = 600.0
-UNSEEN_S = 60.0  # for the ranks of a generation that was lost before they could watch each other
-ARRIVAL_S = 10.0  # for the ranks that were chosen to read that
 LOADING_S = 60.0  # for new ranks to import the libraries
 CONNECTING_S = 20.0  # for ranks that have met to connect to each other
 EAGER = 64  # ranks that connect to each other when a group is made
 CONNECT_S = 60.0  # to the job's store, which node 0 may have taken along
-LOOK_S = 0.05
 REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
-
-
-class Regroup(RuntimeError):
-    """Raised on all ranks at once, after a complete step: nodes wait to join."""
-
-
-@dataclass
-class Generation:
-    """This process's place: its node and local rank, of `nodes` nodes of equally many ranks."""
-
-    node: int
-    nodes: int
-    launch: Launch
-    store: dist.Store
-    before: set[int]  # ports on which this process listened before it joined other ranks
-    number: int = 0
-    impossible: set[int] = field(default_factory=set)  # numbers of ranks on which the job cannot run
-
-    def at(self, number: int) -> dist.Store:
-        return dist.PrefixStore(f"{number}", self.store)
-
-    @property
-    def here(self) -> str:
-        return f"{self.node}/{self.launch.local_rank}"
-
-    def chosen(self, number: int) -> list[int]:
-        """The nodes of a generation; the first one has all."""
-        return list(range(self.nodes)) if number == 0 else json.loads(self.at(number).get("nodes"))
-
-    def ready(self, number: int) -> list[int]:
-        """The nodes all of whose ranks want to join a generation; those of a launcher's earlier start are gone."""
-        at, complete = self.at(number), []
-        for node in range(self.nodes):
-            keys = [f"{node}/{local}" for local in range(self.launch.local_world_size)]
-            if at.check(keys) and len(set(at.multi_get(keys))) == 1:
-                complete.append(node)
-        return complete
-
-    def register(self, dead: Callable[[], set[int]] | None) -> None:
-        """Take part in the next generation that this node can join, and wait for its other ranks. dead: the nodes
-        without a sign of life, which only survivors know.
-        """
-        number = self._current() + 1
-        while True:
-            if self._join(number, dead):
-                self.store.set("current", str(number))
-                self._take(number)
-                if self.arrive("chosen", ARRIVAL_S):
-                    return
-            elif dead is not None:
-                end(1)  # the others did not wait for this node, which can join again
-            number += 1
-
-    def _join(self, number: int, dead: Callable[[], set[int]] | None) -> bool:
-        """Register for a generation, and wait until its nodes are chosen. Returns whether this one is among them."""
-        at, begin = self.at(number), time.monotonic()
-        # all ranks that a launcher starts together have the same parent
-        at.set(self.here, f"{os.getppid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
-        at.add("left" if self.node in self.chosen(number - 1) else "came", 1)
-        # one rank of each node looks at all others, the less often the more there are
-        looks, pause_s = self.launch.local_rank == 0, LOOK_S * max(1, self.nodes / 8)
-        while not at.check(["nodes"]):
-            if self.store.check(["ended"]):  # without this rank
-                end(int(self.store.get("ended")), restart=False)
-            waited = time.monotonic() - begin
-            gone = set() if dead is None else dead()
-            if looks or self.node in gone:
-                self._choose(number, gone, survives=dead is not None, waited=waited)
-            time.sleep(pause_s)
-        return self.node in self.chosen(number)
-
-    def _choose(self, number: int, gone: set[int], *, survives: bool, waited: float) -> None:
-        """Choose the nodes of a generation, if each of the last one is ready or gone."""
-        last, ready = self.chosen(number - 1), self.ready(number)
-        if survives and waited > UNSEEN_S:
-            gone |= {node for node in last if node not in watched}
-        if self.node in gone and self.node not in ready:
-            end(1)  # this node has lost a rank, so its launcher has to start all of them again
-        works = len(ready) * self.launch.local_world_size not in self.impossible
-        if works and self.node in ready and all(node in ready or node in gone for node in last):
-            self.at(number).compare_set("nodes", "", json.dumps(ready))
-        elif waited > PATIENCE_S:
-            absent = [node for node in last if node not in ready]
-            raise ConfigError(f"{place()} waited {PATIENCE_S:.0f} s for nodes {absent} to come back")
-
-    def _current(self) -> int:
-        return int(self.store.get("current")) if self.store.check(["current"]) else 0
-
-    def _take(self, number: int) -> None:
-        """Become a rank of this generation; ranks are numbered in the order of nodes."""
-        nodes, local = self.chosen(number), self.launch.local_world_size
-        first, self.number = nodes.index(self.node) * local, number
-        os.environ |= {"RANK": str(first + self.launch.local_rank), "WORLD_SIZE": str(len(nodes) * local)}
-        os.environ |= {"GROUP_RANK": str(nodes.index(self.node)), "GROUP_WORLD_SIZE": str(len(nodes))}
-
-    def arrive(self, where: str, limit_s: float) -> bool:
-        """Wait until all ranks of this generation have come so far; False if one is lost on its way."""
-        at, after, size = self.at(self.number), self.at(self.number + 1), Launch.from_env().world_size
-        at.add(where, 1)
-        begin = time.monotonic()
-        while at.add(where, 0) < size:
-            if time.monotonic() - begin > limit_s or after.add("left", 0):
-                return False
-            time.sleep(LOOK_S)
-        return True
-
-    def publish(self) -> None:
-        """Tell the others on which ports this rank listens to them."""
-        self.at(self.number).set(f"ports/{os.environ['RANK']}", json.dumps(sorted(listening_ports() - self.before)))
-
-    def sever(self) -> None:
-        """Close the connections to the other ranks of this generation."""
-        at, ports = self.at(self.number), set[int]()
-        for rank in range(Launch.from_env().world_size):
-            if at.check([f"ports/{rank}"]):
-                ports |= set(json.loads(at.get(f"ports/{rank}")))
-        sever(ports)
-
-    def waiting(self) -> bool:
-        """Whether a whole node waits to join."""
-        return self.at(self.number + 1).add("came", 0) > 0 and bool(self.ready(self.number + 1))
 
 
 generation: Generation | None = None  # None: a lost rank ends the job
 lost_groups: list[Any] = []  # see drop_groups
 place_of_shards: tuple[str, int, int] | None = None  # see `placed`
-watched: list[int] = []  # the nodes of the generation to which the watch belongs
 jobs: dict[str, KeptJob] = {}  # that train now, by the name of a sweep's run
 offers: dict[str, Offers] = {}  # what those of the last generation could offer
 peer = PeerCopy()  # what this rank keeps for another one
 
 
+@contextlib.contextmanager
+def keeping_store() -> Iterator[None]:
+    """Within the block, raise ConfigError if the store is lost, which node 0 keeps unless STORE_ADDR says otherwise."""
+    try:
+        yield
+    except dist.DistError as failed:
+        kept = os.environ.get("STORE_ADDR")
+        lost = f"STORE_ADDR={kept}: the store is gone" if kept else "node 0 has left the job, with the store"
+        again = "in which ranks meet; start it again, and it resumes from the last checkpoint"
+        raise ConfigError(f"{lost} {again}") from failed
+
+
+@keeping_store()
 def enter() -> None:
-    """Take a place in the first generation or, as a rank that was started again, in the next one."""
+    """Take a place in the first generation or, as a rank that was started again, in the next one. A rank whose node has
+    no place first builds its job as far as it needs no other rank, so that the libraries are loaded.
+    """
     global generation
     if os.environ.get("IN_PLACE") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    launch = Launch.from_env()
-    nodes = launch.world_size // launch.local_world_size
+    launch, spares = Launch.from_env(), int(os.environ.get("SPARES") or 0)
+    nodes, local = launch.world_size // launch.local_world_size, launch.local_world_size
     store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=CONNECT_S)))
     keep()
-    generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports())
-    if store.add(f"came/{generation.here}", 1) > 1:
+    generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports(), spares)
+    shape = f"NNODES={nodes}, SPARES={spares} and NPROC_PER_NODE={local}"
+    first, _, by = store.compare_set("shape", "", f"{shape} on {socket.gethostname()}").decode().partition(" on ")
+    if first != shape:
+        raise ConfigError(f"{shape} on {socket.gethostname()}, and {first} on {by}; expected the same on all nodes")
+    if generation.node in generation.chosen(generation.current()):
         generation.register(None)
 
 
@@ -202,13 +91,8 @@ def survives(error: BaseException, lost: bool) -> bool:
     """Whether this rank goes on after an exception of its job, as a rank of the next generation. lost: the error may be
     that of a collective whose peer is gone. Raises ConfigError if node 0 has left, which keeps the store.
     """
-    try:
+    with keeping_store():
         return _goes_on(error, lost)
-    except dist.DistError as failed:
-        raise ConfigError(
-            "node 0 has left the job, with the store in which ranks meet; start it again, and it resumes from the last "
-            "checkpoint"
-        ) from failed
 
 
 def _goes_on(error: BaseException, lost: bool) -> bool:
@@ -217,6 +101,12 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
         return False
     if watch is not None and watch.first_error() is not None:  # a rank raised: all would raise again
         return False
+    if generation.number < 0:
+        generation.register(None)
+        if generation.launch.local_rank == 0:
+            last = generation.chosen(generation.number - 1)
+            say(role_of(generation.node, last, generation.chosen(generation.number)))
+        return True
     began = time.monotonic()
     if watch is not None:
         watch.patient = True
@@ -232,7 +122,7 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
     local = generation.launch.local_world_size
 
     def dead() -> set[int]:
-        return set() if watch is None else {watched[rank // local] for rank in watch.silent()}
+        return set() if watch is None else {generation.watched[rank // local] for rank in watch.silent()}
 
     lost_groups.extend(unlisted)
     unlisted.clear()
@@ -242,11 +132,14 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
             dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which groups are named; one that could not connect has counted
     generation.register(dead)
-    if Launch.from_env().rank == 0:
-        names = ", ".join(map(str, generation.chosen(generation.number)))
-        steps = sorted({max(each)[0] for each in offers.values() if each})
-        last = f"; the last step is {', '.join(map(str, steps))}" if steps else ""
-        say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}{last}")
+    last, nodes = generation.chosen(generation.number - 1), generation.chosen(generation.number)
+    if generation.here == f"{next(node for node in nodes if node in last)}/0":  # the first one that was not lost
+        names, steps = ", ".join(map(str, nodes)), sorted({max(each)[0] for each in offers.values() if each})
+        newest = f"; the last step is {', '.join(map(str, steps))}" if steps else ""
+        say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}{newest}")
+        for node in nodes:
+            if node not in last:
+                say(role_of(node, last, nodes))
     return True
 
 
@@ -288,9 +181,8 @@ def connecting() -> Iterator[timedelta]:
 
 def watching(before: watchdog.Watch | None) -> None:
     """All ranks of this generation are watched from now on, instead of those of the one `before`."""
-    global watched
     if generation is not None and watchdog.current is not None:
-        watched = generation.chosen(generation.number)
+        generation.watched = generation.chosen(generation.number)
         watchdog.current.sever = generation.sever
         if before is not None:
             watchdog.current.stop = before.stop  # a signal that came meanwhile
@@ -349,9 +241,13 @@ def ended(status: int) -> None:
 
 
 def met() -> dist.Store | None:
-    """The store in which the ranks of a later generation meet, once all are there; None in the first one."""
+    """The store in which the ranks of a later generation meet, once all are there; None in the first one. Raises
+    Regroup if this rank has to wait for a place first.
+    """
     if generation is None or not generation.number:
         return None
+    if generation.number < 0:
+        raise Regroup("this rank has no place yet")
     if not generation.arrive("joins", LOADING_S):
         raise RuntimeError("a peer was lost while ranks met again")
     return dist.PrefixStore("meet", generation.at(generation.number))

@@ -106,9 +106,9 @@ class Job:
             write_provenance(cfg, self.world, self.output_dir, self.progress.step)
             with suppress(OSError):  # a closed terminal
                 print(self.describe(), flush=True)
-        logged = self.progress.step - (self.progress.unfinished is not None)
-        ids, total = self.progress.logger_ids, self.total_steps
-        self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers)
+        ids, total, done = self.progress.logger_ids, self.total_steps, self.progress.step
+        logged = done - (self.progress.unfinished is not None)
+        self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers, done > 0)
         self.progress.logger_ids = self.logger.ids
 
     def _set_profiling(self) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.exit import MARKS, TOLD, end, end_with_parent, in_place, place_of, say
+from phalanx.exit import MARKS, STORE, TOLD, end, end_with_parent, in_place, place_of, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> NoReturn:
         sys.exit(2)
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
     options, task = argv[: len(ALONE)], argv[len(ALONE) :]
-    if options == ALONE and not task[0].startswith("-") and not verbose:
+    if options == ALONE and not in_place() and not task[0].startswith("-") and not verbose:
         _run_alone(task)
     if not verbose:
         # torch's Python and C++ loggers would repeat at length the errors that are printed here in one line
@@ -60,7 +60,10 @@ def main(argv: list[str]) -> NoReturn:
     with uncollected():
         from torch.distributed import run
 
+        from phalanx.run.keep_store import serving
+
     args = run.parse_args(argv)
+    _, port, first = _node_0(args)
     _check_task(args.training_script, args.training_script_args)
     find_node_0(args)
     _announce_start(args)
@@ -68,10 +71,11 @@ def main(argv: list[str]) -> NoReturn:
         os.environ[MARKS] = folder
         if ":" in args.nnodes or in_place():
             _note_signals(Path(folder, TOLD))
-        if verbose:
-            run.main(argv)
-        else:
-            _run_torchrun(args, folder)
+        with serving(port) if in_place() and first else contextlib.nullcontext():
+            if verbose:
+                run.main(argv)
+            else:
+                _run_torchrun(args, folder)
         sys.exit(_unfinished_status(folder))
 
 
@@ -85,9 +89,7 @@ def _run_torchrun(args: Namespace, folder: str) -> None:
     from phalanx.run.rendezvous import in_words
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks must not inherit it
-    if in_place():
-        _wait_for_nobody()
-    elif args.rdzv_backend == "static" and args.nnodes != "1":
+    if args.rdzv_backend == "static" and args.nnodes != "1":
         threading.Thread(target=_count_nodes, args=(args,), daemon=True).start()
     if args.nnodes != "1" and args.max_restarts > 0:
         threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
@@ -105,19 +107,10 @@ def _run_torchrun(args: Namespace, folder: str) -> None:
         say(f"error: node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job, and {ended}: {cause}")
         sys.exit(stopped[0] if stopped else 1)
     except (DistError, RendezvousError, OSError) as error:
-        address, port, first = _node_0(args)
-        left = f"node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job: "
-        say(f"error: {left if in_place() and not first else ''}{in_words(error)}")
+        say(f"error: {in_words(error)}")
         sys.exit(1)
     if not _node_0(args)[2]:
         say("this node's ranks have ended")
-
-
-def _wait_for_nobody() -> None:
-    """Let torchrun end as soon as its ranks have, because a lost node would never end."""
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-
-    SimpleElasticAgent._exit_barrier = lambda self: None  # type: ignore[method-assign]
 
 
 def _unfinished_status(folder: str) -> int:
@@ -216,32 +209,39 @@ def find_node_0(args: Namespace) -> None:
     address, port, first = _node_0(args)
     if not address:
         return
-    where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    at, kept = f"MASTER_ADDR={address}, MASTER_PORT={port}", os.environ.get("STORE_ADDR")
+    where = f"the store (STORE_ADDR={kept})" if kept else f"node 0 ({at})"
     begin, told = time.monotonic(), False
     while (problem := _node_problem(address, port, first)) is not None:
         waited = time.monotonic() - begin
         if waited > JOIN_S:
-            say(f"error: node 0 ({where}) was not reached within {JOIN_S:.0f} s: {problem}")
+            say(f"error: {where} was not reached within {JOIN_S:.0f} s: {problem}")
             sys.exit(1)
         if waited > PATIENCE_S and not told:
-            say(f"waiting for node 0 ({where}), at most {JOIN_S:.0f} s: {problem}")
+            say(f"waiting for {where}, at most {JOIN_S:.0f} s: {problem}")
             told = True
         time.sleep(0.5)
     if first and not _is_own(address):
-        say(f"WARNING: this is node 0, but {where} is not one of its addresses; the job hangs unless it is routed here")
+        say(f"WARNING: this is node 0, but {at} is not one of its addresses; the job hangs unless it is routed here")
 
 
 def _announce_start(args: Namespace) -> None:
     """Say that ranks are starting, since they take seconds to load torch. Nodes other than node 0 print little else."""
     address, _, first = _node_0(args)
-    where = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
-    if not first:
+    nodes = os.environ["NNODES"] if in_place() else args.nnodes
+    where = "" if nodes == "1" else f" on each of {nodes} nodes"
+    if not first and os.environ.get("NODE_RANK") != "0":
         where = f"; node 0 ({address}) shows the job's progress"
     say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{where}")
 
 
 def _node_0(args: Namespace) -> tuple[str, int, bool]:
-    """Node 0's address and port, and whether this is node 0. The address of a job on one node is empty."""
+    """Node 0's address and port, and whether this is node 0. The address of a job on one node is empty. With STORE_ADDR
+    they are those of the store, which is at no node.
+    """
+    if in_place():
+        address, _, at = os.environ[STORE].rpartition(":")
+        return address, int(at), os.environ["NODE_RANK"] == "0" and not os.environ.get("STORE_ADDR")
     if args.standalone:
         return "", 0, True
     if args.rdzv_endpoint:
@@ -345,10 +345,13 @@ def _has_reported(failure: "ProcessFailure") -> bool:
 
 def _say_end(rank: int, status: int) -> None:
     """Report the exit of a rank that has not reported an error itself."""
+    name = place_of(rank)
+    if in_place():  # torchrun knows only the ranks of its node
+        name = f"local rank {rank} of node {os.environ['NODE_RANK']} on {socket.gethostname()}"
     if status < 0:
-        say(f"error: {place_of(rank)} was killed by {signal.Signals(-status).name}, possibly out of memory")
+        say(f"error: {name} was killed by {signal.Signals(-status).name}, possibly out of memory")
     else:
-        say(f"error: {place_of(rank)} ended with status {status}, without a word")
+        say(f"error: {name} ended with status {status}, without a word")
 
 
 if __name__ == "__main__":

@@ -337,7 +337,9 @@ class Watch:
         if self._store is None:
             return None
         if now - self._contact > silence:
-            return f"lost {self._rank_names([0])}, which keeps the store: no contact for {now - self._contact:.0f} s"
+            kept = os.environ.get("STORE_ADDR")
+            keeper = f"STORE_ADDR={kept}" if kept else self._rank_names([0])
+            return f"lost {keeper}, which keeps the store: no contact for {now - self._contact:.0f} s"
         # measured at the last contact with the store, since there is no news of any rank after it
         silent = {rank: self._contact - since for rank, (_, since) in enumerate(self._seen)}
         longest = max(silent.values())

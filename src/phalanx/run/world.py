@@ -95,6 +95,7 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     configured time limit.
     """
     collect_again()  # the libraries are loaded, but no weights yet
+    later = in_place.met()
     whole = Launch.from_env()
     check_gpus()
     choose_interface(whole)
@@ -116,7 +117,6 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
     store: dist.Store = dist.HashStore()
     start = f"start/{next(STARTS)}"  # the job's store keeps the addresses that ranks had in an earlier world
     slow = max(config.timeout_s, CHECKPOINT_S)  # ranks wait for the slowest file system to write a checkpoint
-    later = in_place.met()
     with in_place.connecting() as most:
         limit = min(timeout, most)
         if not roles.collocated:

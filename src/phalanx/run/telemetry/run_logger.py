@@ -35,7 +35,8 @@ class RunLogger:
 
     `start_step` is the number of completed training steps: 0 for a new run, k for one resumed from a checkpoint of step
     k. Rows of later steps, which a killed run wrote after that checkpoint, are removed at the start; with 0, all rows
-    of an older run are. `ids` maps entries of `trainer.logger` to the run ids that the checkpoint contains for them;
+    of an older run are, unless this one `resumes` before it wrote the row of step 1. `ids` maps entries of
+    `trainer.logger` to the run ids that the checkpoint contains for them;
     empty for a new run. With enabled=False (on every rank but 0) nothing is written and all methods return at once.
     `timers` show the job's current phase.
 
@@ -51,6 +52,7 @@ class RunLogger:
         total_steps: int,
         enabled: bool,
         timers: Timers | None = None,
+        resumes: bool = False,
     ) -> None:
         kinds = check_loggers(trainer.logger)
         self.ids = dict(ids)  # to be saved in checkpoints
@@ -61,7 +63,7 @@ class RunLogger:
         self._folder = Path(trainer.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / METRICS_FILE
-        earlier = read_metrics(path) if start_step and path.is_file() else []
+        earlier = read_metrics(path) if (start_step or resumes) and path.is_file() else []
         self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run repeats steps up to this one
         limit, self._advisors = setting(resolved_config, "data.max_response_length"), []
         for policy in POLICIES if WRITER in resolved_config else (None,):
