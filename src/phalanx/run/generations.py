@@ -1,8 +1,8 @@
 """Generations of ranks that go on in place (see phalanx.run.in_place): which nodes take part in the next one.
 
 Keys in the store, below `in_place/`: `shape`, the numbers of nodes and ranks; `current`, the generation that trains;
-`ended`, the exit status of the job; `choice/<run>/<name>`, what rank 0 chose first (see phalanx.run.start); `waits`, the
-number of nodes that wait for a place, and `beat/<node>`, their signs of life; and for each generation
+`ended`, the exit status of the job; `choice/<run>/<name>`, what rank 0 chose first (see phalanx.run.start); `waits`,
+the number of nodes that wait for a place, and `beat/<node>`, their signs of life; and for each generation
 `<number>/<node>/<local rank>` of those that want to join it, `<number>/nodes` that were chosen, in the order of their
 ranks, `<number>/ports/<rank>`, on which a rank listens, and counts of ranks that have come so far or, as
 `<number>/left`, that want to join after they took part in the generation before.

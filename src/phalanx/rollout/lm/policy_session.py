@@ -26,7 +26,6 @@ Prefill = Callable[[Tensor, list[int], list[Any]], tuple[dict[str, Any], list[in
 # if a smaller fraction of the rows is in use and none waits for one, the others are dropped
 SHRINK = 0.75
 GRAPH_SHRINK = 0.5  # with graphs, since each number of rows needs one
-CPU_SHRINK = 1.0  # where a row of KVRows is moved in less time than it is computed in a step
 
 
 @dataclass(eq=False)
@@ -262,8 +261,6 @@ class PolicySession:
         """Drop rows without a sample if many are so and no sample waits for one."""
         used = [i for i, row in enumerate(self._rows) if not row.free]
         least = SHRINK if self._graphs is None else GRAPH_SHRINK
-        if self._refills and self._device.type == "cpu":
-            least = CPU_SHRINK
         if not used:
             self._rows = []
         elif len(used) < least * len(self._rows) and not (self._queue and self._refills):
