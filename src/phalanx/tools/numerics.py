@@ -88,8 +88,7 @@ class NumericsCheck:
             if name == BASE or not name or "/" in name or name.startswith("."):
                 raise ConfigError(f"variants: {name!r} is no name for a folder; expected one such as bf16")
         self.schema = _schema_of(cfg)
-        if cfg.config is None:
-            self.cfg = cfg = replace(cfg, keys=[*FOLDER_KEYS.get(self.schema, ()), *cfg.keys])
+        self.cfg = cfg = replace(cfg, keys=[*_folder_keys(cfg, self.schema), *cfg.keys])
         self.keys = {BASE: cfg.keys} | {name: [*cfg.keys, *keys] for name, keys in cfg.variants.items()}
         self.jobs = {name: self._read_job(name, keys) for name, keys in self.keys.items()}
         self.variants, self.refused = dict(cfg.variants), dict[str, str]()
@@ -178,6 +177,13 @@ def _naming_job(place: str, error: type[Exception] = ConfigError) -> Iterator[No
         raise error(f"{place}: {mistake}") from mistake
 
 
+def _folder_keys(cfg: CheckNumericsConfig, schema: Any) -> list[str]:
+    """What a job without a configuration has beside its keys; the column of the shipped prompts only with these."""
+    given = any(key.startswith("data.train_files=") for key in cfg.keys)
+    keys = () if cfg.config is not None else FOLDER_KEYS.get(schema, ())
+    return [key for key in keys if not (given and key.startswith("data.prompt_key="))]
+
+
 def _schema_of(cfg: CheckNumericsConfig) -> Any:
     """The schema of the configuration, which is that of language models if it fits both. Of one that fits none, the
     schema that has most of the file's keys: loading it says what is wrong. Raises ConfigError for another `part` or
@@ -199,7 +205,7 @@ def _schema_of(cfg: CheckNumericsConfig) -> Any:
         return FlowRLConfig
     for schema in (LMRLConfig, FlowRLConfig):
         with suppress(ConfigError):
-            load_config(schema, cfg.config, [*(FOLDER_KEYS[schema] if cfg.config is None else ()), *cfg.keys])
+            load_config(schema, cfg.config, [*_folder_keys(cfg, schema), *cfg.keys])
             return schema
     closest, fitting = _closest(cfg), list[str]()
     if closest[0] is JointConfig:
