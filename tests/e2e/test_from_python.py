@@ -292,7 +292,7 @@ def test_a_mistake_is_an_exception_of_one_line(tmp_path: Path) -> None:
         ("ConfigError", "model.path: 'nowhere': no such folder"),
         ("ConfigError", "task='grop': expected one of block_diffusion, dpo, flow_matching, flowgrpo, grpo, joint, sft"),
         ("ConfigError", "config: int; expected a YAML file, or its content as a dict"),
-        ("ConfigError", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("UnknownKeys", "unknown key optim.lrr; did you mean optim.lr?"),
         ("DataError", "train.jsonl:1: no 'prompt'; it has question"),
         ("ConfigError", "reward.functions[0]: reward takes images, and this job makes completions"),
         ("ConfigError", "data.max_response_length: 16 with data.max_prompt_length 1000 is 1016 tokens, and 'assets/words/base' has 512 positions"),
