@@ -96,7 +96,9 @@ def test_every_reward_of_texts_is_measured() -> None:
 
 def test_a_quadratic_parser_is_found() -> None:
     pattern = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-    once, twice = (slowest(pattern.findall, ("<answer>",), length)[0] for length in (10_000, 20_000))
+    once, twice = (
+        min(slowest(pattern.findall, ("<answer>",), length)[0] for _ in range(3)) for length in (10_000, 20_000)
+    )
     assert twice > 3 * once and 25 * twice > LIMIT_S
 
 
