@@ -222,7 +222,8 @@ class Job:
         self._restore_files()
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
-        in_place.copy_state()
+        if self.copies:
+            in_place.copy_state()
         self.stops.warn(step)
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
             row = row | self.validate(step)
