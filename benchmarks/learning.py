@@ -321,8 +321,9 @@ class Difference:
 
 
 def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: bool = True) -> Difference:
-    """The difference of `after[key]` of runs from others with equal seeds; that of prompts is of their means over these
-    seeds, where `scored` says that the runs' scores are of this measure.
+    """The difference of `after[key]` of runs from others with equal seeds, with Student's interval since a run's score
+    is a mean; that of prompts is of their means over these seeds, where `scored` says that the runs' scores are of this
+    measure.
     """
     by_seed = {run["seed"]: run for run in others}
     pairs = [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
@@ -331,7 +332,7 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: boo
     if scored and all("scores" in run for pair in pairs for run in pair):
         scores, expected = np.array([[run["scores"] for run in pair] for pair in pairs]).mean(0)
         of_prompts = paired_interval(scores, expected)
-    return Difference(paired_interval(values, references), of_prompts)
+    return Difference(paired_interval(values, references, unit=False), of_prompts)
 
 
 def with_interval(values: Sequence[float]) -> str:
