@@ -178,7 +178,7 @@ def _naming_job(place: str, error: type[Exception] = ConfigError) -> Iterator[No
 
 
 def _folder_keys(cfg: CheckNumericsConfig, schema: Any) -> list[str]:
-    """What a job without a configuration has beside its keys; the column of the shipped prompts only with these."""
+    """Keys of a job without a configuration, before its own; the column of the shipped prompts only with these."""
     given = any(key.startswith("data.train_files=") for key in cfg.keys)
     keys = () if cfg.config is not None else FOLDER_KEYS.get(schema, ())
     return [key for key in keys if not (given and key.startswith("data.prompt_key="))]
