@@ -28,7 +28,6 @@ TEXTS = {"MIT": "Permission is hereby granted, free of charge,", "OFL-1.1": "SIL
         ("CITATION.cff", r"^version: (.+)$"),
         ("CHANGELOG.md", r"^## \[(.+?)\] - \d{4}-\d\d-\d\d$"),  # the first section
         ("README.md", r"\*\*Status.\*\* Version (\S+), tested"),
-        ("docs/cluster-check.md", r"versions: phalanx (\S+) \(source"),
         ("conda/recipe.yaml", r'^  version: "(.+)"$'),
     ],
 )
