@@ -1,13 +1,14 @@
 """Random losses of ranks in jobs that go on in place, and whether each row is as if nothing had been lost.
 
     python -m benchmarks.kills [--kinds text,flow] [--layouts 1x2,2x2,4x2] [--kills 6] [--seed 0] [--leaks 0]
-        [--sharded]
+        [--sharded] [--spares 1]
 
 A layout is the ranks of a node x nodes. Each job loses ranks at random moments of sampling, scoring, updates, saving
 and validation, and while the others form the world anew: by SIGKILL, by SIGSTOP or, where this machine allows network
 namespaces, by a wire that is cut. A lost node comes back at once, or later than the others wait for it. All rows are
 compared with those of the same job without losses: they are equal bit for bit until the job runs on fewer ranks. With
 `--sharded` all ranks share one copy of the weights, and nodes have copies of each other's part (trainer.peer_copy).
+With `--spares` the place of a lost node is taken by another one.
 
 The ranks are copies of this process, which has imported the libraries, so a start costs less than a second; the small
 launcher here restarts a node's ranks as torchrun does. Each of `--leaks` recoveries of one process is followed by a
@@ -21,6 +22,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -67,6 +69,7 @@ WORDS = (
     "rollout.micro_batch_size_per_gpu=2",
     "actor.ppo_micro_batch_size_per_gpu=1",
 )
+PARTIAL = ("rollout.partial_rollout.tokens=4", "rollout.max_staleness=2", "rollout.correction=token_tis")
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNET = 0x40000000
 TALK = '''
@@ -121,8 +124,16 @@ def _sweep(model: Path, folder: Path) -> list[str]:
 
 
 def _partial(model: Path, folder: Path) -> list[str]:
-    words = ["rollout.partial_rollout.tokens=4", "rollout.max_staleness=2", "rollout.correction=token_tis"]
-    return [*_text(model, folder), *words]
+    return [*_text(model, folder), *PARTIAL]
+
+
+def _talks(model: Path, folder: Path) -> list[str]:
+    """Conversations that go on in the next steps."""
+    return [*_tools(model, folder), *PARTIAL]
+
+
+def _ahead(model: Path, folder: Path) -> list[str]:
+    return [*_text(model, folder), "rollout.schedule=one_step_off"]
 
 
 def _flow(model: Path, folder: Path) -> list[str]:
@@ -147,7 +158,9 @@ KINDS = {
     "tools": Kind(LMRLConfig, _talker, _tools),
     "sweep": Kind(LMRLConfig, lm.tiny_lm, _sweep),
     "partial": Kind(LMRLConfig, lm.tiny_lm, _partial),
+    "talks": Kind(LMRLConfig, _talker, _talks),
     "roles": Kind(LMRLConfig, lm.tiny_lm, _text),
+    "ahead": Kind(LMRLConfig, lm.tiny_lm, _ahead),
     "vision": Kind(LMRLConfig, lambda folder: tiny_vision(folder, "qwen3_vl"), _vision),
 }
 
@@ -257,9 +270,10 @@ class Campaign:
         self.sharded = sharded
         self.kind, self.ranks, self.folder, self.net, self.pause_s = kind, ranks, folder, net, pause_s
         words, wide = [*KINDS[kind].settings(model, folder), *WORDS], 2 * ranks if sharded else ranks
-        if kind == "roles" and ranks == 1:
+        roles = kind in ("roles", "ahead")
+        if roles and ranks == 1:
             words.append("placement={rollout: 1 ranks, actor: 1 ranks}")
-        elif kind == "roles":
+        elif roles:
             wide = ranks // 2
             words.append(f"placement={{rollout: 0-{wide - 1} of each node, actor: {wide}-{ranks - 1} of each node}}")
         words += ["trainer.peer_copy=true"] * sharded
@@ -317,33 +331,40 @@ class Campaign:
     def ended(self) -> bool:
         return all(node.status is not None for node in self.nodes)
 
-    def phase(self, pid: int) -> str:
-        """What a rank does now, `forming` before its first phase and while it meets others again."""
+    @property
+    def phases(self) -> dict[int, str]:
+        """What each process that has been a rank last does or did."""
+        found = dict[int, str]()
         for number in range(2 * self.ranks):
             with contextlib.suppress(OSError, ValueError):
-                said, _, name = (self.folder / f"phase_{number}").read_text().split()
-                if int(said) == pid:
-                    return name
-        return "forming"
+                pid, _, name = (self.folder / f"phase_{number}").read_text().split()
+                found[int(pid)] = name
+        return found
+
+    def phase(self, pid: int) -> str:
+        """What a rank does now, `forming` before its first phase and while it meets others again."""
+        return self.phases.get(pid, "forming")
 
     @property
-    def whole(self) -> bool:
-        """Whether all ranks have begun to train."""
-        pids = [*self.nodes[0].pids(), *self.nodes[1].pids()]
-        return len(pids) == 2 * self.ranks and all(self.phase(pid) != "forming" for pid in pids)
+    def training(self) -> list[Node]:
+        """The nodes all of whose ranks have begun to train; the others are spare ones."""
+        pids = self.phases.keys()
+        return [node for node in self.nodes if len(node.pids()) == self.ranks and pids >= set(node.pids())]
 
     def trains(self) -> bool:
         """Whether all ranks train, or none is left."""
-        return self.ended or self.whole
+        return self.ended or len(self.training) == 2
 
-    def said(self, number: int) -> str:
-        return (self.folder / f"node_{number}.log").read_text()
+    @property
+    def said(self) -> str:
+        logs = sorted(self.folder.glob("node_*.log"))
+        return "".join(f"--- {log.stem}\n{log.read_text()}" for log in logs)
 
     def lose(self, chance: random.Random, wanted: str, how: str, late: float) -> dict[str, Any]:
         """Lose a rank in the wanted phase, and wait for the next step."""
-        node = self.nodes[1] if how == "cut" else chance.choice(self.nodes)
-        node.late = chance.random() < late
         self.until(self.trains, LIMIT_S)  # else the only nodes with the state might be lost
+        node = self.nodes[1] if how == "cut" else chance.choice(self.training)
+        node.late = chance.random() < late
         pid = chance.choice(node.pids())
         twice = how == "kill" and wanted == "forming"
         self.until(lambda: twice or self.phase(pid) == wanted or pid not in node.pids(), 4)
@@ -366,7 +387,7 @@ class Campaign:
             kill(chance.choice(node.pids()), signal.SIGKILL)
         goes_on = self.until(lambda: self.ended or self.done > done, SLOW_S)
         if not goes_on:  # their stacks are in the logs
-            for other in [*self.nodes[0].pids(), *self.nodes[1].pids()]:
+            for other in [pid for each in self.nodes for pid in each.pids()]:
                 kill(other, signal.SIGUSR1)
             goes_on = self.until(lambda: self.ended or self.done > done, LIMIT_S)
         seconds = time.monotonic() - begin
@@ -378,8 +399,8 @@ class Campaign:
 def run_whole(campaign: Campaign) -> None:
     """The same job without a loss."""
     with campaign.running():
-        assert campaign.until(lambda: campaign.ended, 300), campaign.said(0)
-    assert [node.status for node in campaign.nodes] == [0, 0], campaign.said(0) + campaign.said(1)
+        assert campaign.until(lambda: campaign.ended, 300), campaign.said
+    assert not any(node.status for node in campaign.nodes), campaign.said
 
 
 def differences(folder: Path, whole: Path, run: str) -> tuple[bool, float]:
@@ -402,7 +423,7 @@ def campaign_of(kind: str, ranks: int, args: argparse.Namespace, model: Path, fo
     chance, total = random.Random(f"{args.seed} {kind} {ranks}"), 6 + 2 * args.kills
     whole = Campaign(kind, ranks, model, folder / "whole", total, net, 0.0, args.sharded)
     run_whole(whole)
-    job = Campaign(kind, ranks, model, folder / "kills", total, net, PAUSE_S, args.sharded)
+    job = Campaign(kind, ranks, model, folder / "kills", total, net, PAUSE_S, args.sharded, args.spares)
     ways = args.ways.split(",")
     if net.hosts is None:
         ways = [way for way in ways if way != "cut"]
@@ -417,17 +438,16 @@ def campaign_of(kind: str, ranks: int, args: argparse.Namespace, model: Path, fo
             if not losses[-1]["goes_on"]:
                 break
         ends = job.until(lambda: job.ended, 300)
-    result: dict[str, Any] = {"losses": losses, "ends": ends and [node.status for node in job.nodes] == [0, 0]}
-    worlds = [line.split("with nodes ")[1].split(";")[0] for line in job.said(0).splitlines() if "with nodes" in line]
-    worlds += [line.split("with nodes ")[1].split(";")[0] for line in job.said(1).splitlines() if "with nodes" in line]
+    result: dict[str, Any] = {"losses": losses, "ends": ends and not any(node.status for node in job.nodes)}
+    worlds = re.findall("with nodes ([0-9, ]+)", job.said)
     result["worlds"] = dict(Counter(worlds))
-    result["state lost"] = job.said(0).count("no rank has the state") + job.said(1).count("no rank has the state")
+    result["state lost"] = job.said.count("no rank has the state")
     if result["ends"]:
         compared = [differences(job.folder, whole.folder, run) for run in job.runs]
         result["equal"], result["difference"] = min(compared)[0], max(compared, key=lambda each: each[1])[1]
-        result["fewer"] = any(nodes != "0, 1" for nodes in worlds)
+        result["fewer"] = any("," not in nodes for nodes in worlds)
     else:
-        print(job.said(0), job.said(1), sep="\n--- node 1\n", file=sys.stderr)
+        print(job.said, file=sys.stderr)
     return result
 
 
@@ -450,14 +470,14 @@ def leaks(kind: str, count: int, model: Path, folder: Path, net: Net, sharded: b
         job.until(lambda: job.done > 0, LIMIT_S)
         (survivor,) = job.nodes[0].pids()
         while len(found) < count:
-            told, done = job.said(0).count("with nodes 0, 1"), job.done
+            told, done = job.said.count("with nodes 0, 1"), job.done
             time.sleep(chance.uniform(0, 0.5))
             kill(job.nodes[1].pids()[0], signal.SIGKILL)
             came = job.until(
-                lambda: job.said(0).count("with nodes 0, 1") > told and job.done > done + 1,  # noqa: B023
+                lambda: job.said.count("with nodes 0, 1") > told and job.done > done + 1,  # noqa: B023
                 LIMIT_S,
             )
-            assert came and job.nodes[0].pids() == [survivor], job.said(0)
+            assert came and job.nodes[0].pids() == [survivor], job.said
             found.append(footprint(survivor))
             print(len(found), found[-1], file=sys.stderr, flush=True)
     return {"first": found[0], "third": found[2], "last": found[-1], "mb": [each["mb"] for each in found]}
@@ -465,7 +485,7 @@ def leaks(kind: str, count: int, model: Path, folder: Path, net: Net, sharded: b
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="text,flow,tools,vision,sweep,partial,roles")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--layouts", default="1x2,2x2,4x2")
     parser.add_argument("--kills", type=int, default=6, help="per kind and layout")
     parser.add_argument("--seed", type=int, default=0)
@@ -473,11 +493,12 @@ def main() -> None:
     parser.add_argument("--late", type=float, default=0.3, help="fraction of the lost nodes that come back late")
     parser.add_argument("--leaks", type=int, default=0, help="recoveries of one process of each kind, instead")
     parser.add_argument("--sharded", action="store_true", help="all ranks share one copy of the weights")
+    parser.add_argument("--spares", type=int, default=0, help="spare nodes; no wire is cut then")
     parser.add_argument("--folder", help="where to keep the files of the jobs")
     args = parser.parse_args()
     result: dict[str, Any] = {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed
-    net = Net(None if no_namespaces() else Hosts(f"ki{os.getpid() % 100000}"))
+    net = Net(None if args.spares or no_namespaces() else Hosts(f"ki{os.getpid() % 100000}"))
     try:
         with contextlib.ExitStack() as stack:
             name = args.folder or stack.enter_context(tempfile.TemporaryDirectory())

@@ -66,7 +66,7 @@ def take_nothing() -> tuple[object, list[str]]:
     in_place.generation = Generation(0, 1, Launch.from_env(), dist.HashStore(), set(), number=1)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     world = SimpleNamespace(rank=dist.get_rank(), shard_size=1, mesh=mesh)
-    return in_place.taken({}, world), said  # type: ignore[arg-type]
+    return in_place.taken({}, SimpleNamespace(), world), said  # type: ignore[arg-type]
 
 
 def test_a_state_that_nobody_has() -> None:

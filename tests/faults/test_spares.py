@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     job = Campaign("flow", 1, sd3_folder, tmp_path / "job", 16, net, 0.15, spares=1)
 
     def until(words: str) -> None:
-        def told() -> bool:
-            with suppress(FileNotFoundError):
-                return words in job.said(0)
-            return False
-
-        assert job.until(told, LIMIT_S), job.said(0)
+        assert job.until(lambda: words in job.said, LIMIT_S), job.said
 
     def lose(number: int, back_s: float) -> None:
         monkeypatch.setattr(kills, "LATE_S", back_s)
@@ -49,7 +44,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
         lose(2, 1e9)
         until("node 1 takes the place of node 2")
         assert job.nodes[0].pids() == survivor
-        assert job.until(lambda: [node.status for node in job.nodes[:2]] == [0, 0], LIMIT_S), job.said(0)
+        assert job.until(lambda: [node.status for node in job.nodes[:2]] == [0, 0], LIMIT_S), job.said
     assert differences(job.folder, whole.folder, "") == (True, 0.0)
 
 

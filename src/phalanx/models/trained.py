@@ -212,6 +212,11 @@ class TrainedModel:
         """Add a set of weights for `using(name)`; `values` are sharded like `parameters`."""
         self._weights[name] = values
 
+    def local_copies(self, weights: str | None) -> list[Tensor]:
+        """Copies of this rank's parts of a set of weights, see `whole`, in the order of `parameters`."""
+        values = self.parameters if weights is None else self._weights[weights]
+        return [local(values[name]).detach().clone() for name in self.parameters]
+
     def keep_reference(self) -> None:
         """Keep the current weights as the reference: a copy on the CPU, or with a LoRA just the base weights.
 

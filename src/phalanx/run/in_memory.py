@@ -66,10 +66,11 @@ def offers_of(job: KeptJob) -> Offers:
         progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}
         after = copy(progress)
         after.unfinished = after.unfinished or job.unconfirmed  # the first rank may be lost before it wrote this row
-        offers[progress.step, shard, width] = after, parts_of(states), job.sampling.held(progress.step)
+        offers[progress.step, shard, width] = after, job_parts(job), job.sampling.held(progress.step)
         copied = all(state.kept is not None for state in states)
     if copied:
-        offers[before.step, shard, width] = before, parts_of(states, before=True), job.sampling.held(before.step)
+        parts = parts_of(job.states, job.sampling, before.step, before=True)
+        offers[before.step, shard, width] = before, parts, job.sampling.held(before.step)
     return offers
 
 
@@ -93,12 +94,19 @@ def copies_to_peers(asked: bool, states: Iterable[KeptState], world: World, *, i
     return asked and needed
 
 
-def parts_of(states: Iterable[KeptState], *, before: bool = False) -> list[Tensor]:
-    """This rank's parts of all states, now or before the updates of this step."""
+def job_parts(job: KeptJob) -> list[Tensor]:
+    """This rank's parts of all that a job goes on with after the last complete step."""
+    return parts_of(job.states, job.sampling, job.progress.step)
+
+
+def parts_of(states: Mapping[str, KeptState], sampling: Any, step: int, *, before: bool = False) -> list[Tensor]:
+    """This rank's parts of all states, now or before the updates of this step, and of the weights that draw what is in
+    flight after `step`.
+    """
     parts = []
-    for state in states:
+    for state in states.values():
         parts += state.parts_before() if before else state.local_parts()
-    return parts
+    return parts + sampling.drawing(step)
 
 
 def frozen_of(job: KeptJob) -> list[dict[str, Tensor]]:
@@ -118,7 +126,9 @@ def leave(job: KeptJob) -> None:
 
 
 @torch.no_grad()
-def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> tuple[Progress, list[Tensor]] | None:
+def take(
+    offers: Offers, states: Mapping[str, KeptState], sampling: Any, world: World
+) -> tuple[Progress, list[Tensor]] | None:
     """Fill the states with the latest one whose shards ranks offer, and return its counters and samples in flight; None
     if there is none. All ranks call this together.
     """
@@ -128,7 +138,7 @@ def take(offers: Offers, states: Mapping[str, KeptState], world: World) -> tuple
     if agreed is None:
         return None
     step, sources, first = agreed
-    parts, shard, roots = parts_of(states.values()), world.rank % width, list(sources)
+    parts, shard, roots = parts_of(states, sampling, step), world.rank % width, list(sources)
     parcels, senders = dict[int, Tensor](), list[int]()
     for number, source in enumerate(sources):
         if source % width == number:

@@ -32,11 +32,12 @@ from phalanx.kept import keep
 from phalanx.models.meeting import here
 from phalanx.run import watchdog
 from phalanx.run.generations import Generation, Regroup
-from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, leave, offers_of, parts_of, take
+from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, job_parts, leave, offers_of, take
 from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, unlisted
 from phalanx.run.spares import role_of
+from phalanx.training.components import Sampling
 from phalanx.training.progress import Progress
 
 LOADING_S = 60.0  # for new ranks to import the libraries
@@ -217,16 +218,16 @@ def copy_state() -> None:
     job = jobs.get(_run())
     if job is not None and job.copies:
         with job.timers("peer_copy"):
-            peer.update(parts_of(job.states.values()), job.progress.step, job.world)
+            peer.update(job_parts(job), job.progress.step, job.world)
 
 
-def taken(states: Mapping[str, KeptState], world: World) -> tuple[Progress, list[Tensor]] | None:
+def taken(states: Mapping[str, KeptState], sampling: Sampling, world: World) -> tuple[Progress, list[Tensor]] | None:
     """Take the state that survivors have, in place; its counters and samples in flight, None in the first generation
     and if there is none. All ranks call this together.
     """
     if generation is None or not generation.number:
         return None
-    state = take(offers.get(_run(), {}), states, world)
+    state = take(offers.get(_run(), {}), states, sampling, world)
     peer.keep(None if state is None else state[0].step)
     if state is None and world.rank == 0:
         say("no rank has the state after the last step: the job starts from its last checkpoint")

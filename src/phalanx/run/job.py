@@ -364,7 +364,7 @@ class Job:
         return signature
 
     def _resume_progress(self) -> Progress:
-        if (in_memory := in_place.taken(self.states, self.world)) is not None:
+        if (in_memory := in_place.taken(self.states, self.sampling, self.world)) is not None:
             progress, self.kept = in_memory
             self.checkpointer.continues(progress.step)
             self.total_steps = progress.step if progress.ended else self.total_steps

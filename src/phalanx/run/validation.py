@@ -153,6 +153,10 @@ class Validator:
         """See Sampling."""
         return [] if self.keeps is None else [self.keeps.in_flight(step)]
 
+    def drawing(self, step: int) -> list[Tensor]:
+        """See Sampling; nothing is drawn ahead."""
+        return []
+
     def end(self, stop: int = 0) -> None:
         """Close the rollout; there are no ranks of other roles."""
         self.rollout.close()

@@ -93,6 +93,11 @@ class Sampling(Protocol):
     def held(self, step: int) -> list[Tensor]:
         """The results of `in_flight` of all ranks, as far as this rank has them, too."""
 
+    def drawing(self, step: int) -> list[Tensor]:
+        """The version of the weights that draw what is in flight after `step` steps, and this rank's parts of them, in
+        a job that survives lost ranks; empty if nothing is. `begin` draws it again with what was written into them.
+        """
+
     def end(self, stop: int = 0) -> None:
         """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
 

@@ -9,13 +9,16 @@ import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.config.run import RLConfig
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.mesh import ROLLOUT, World
 from phalanx.exit import Stopped
+from phalanx.run import in_place
 from phalanx.run.disaggregated.wire import Mail, deserialize_records
 from phalanx.run.link import VALIDATION, Order
 from phalanx.telemetry.timers import Timers
@@ -26,6 +29,7 @@ from phalanx.training.rescorer import Rescorer
 from phalanx.types import Collected, JobError, Samples
 
 log = logging.getLogger(__name__)
+IN_FLIGHT = "in flight"  # the name of the weights that drew the samples in flight
 
 
 class Schedule:
@@ -152,9 +156,21 @@ class Schedule:
         pending = self._pending.get(step)
         return [] if pending is None else [pending]
 
+    def drawing(self, step: int) -> list[Tensor]:
+        """See phalanx.training.components.Sampling; nothing is drawn ahead."""
+        return []
+
 
 class OneStepOffSchedule(Schedule):
-    """Draws the samples of the next step during the training of a step, with weights that are one step old."""
+    """Draws the samples of the next step during the training of a step, with weights that are one step old.
+
+    After a loss of ranks in place, the samples in flight are drawn again, with the weights that drew them.
+    """
+
+    def __init__(self, *common: Any) -> None:
+        super().__init__(*common)
+        self._drawing: dict[int, list[Tensor]] = {}  # by step, see drawing
+        self._saved: dict[int, list[Tensor]] = {}  # samples in flight of the checkpoint, by step
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         self.total_steps = total_steps
@@ -167,12 +183,21 @@ class OneStepOffSchedule(Schedule):
             if len(whole.reward) == self.plan.samples:  # the batch size has not changed
                 share = serialize(whole, slice(self.mail.own.first, self.mail.own.last))
                 self._drawn, self._next = self.opened([share])[0][0], step + 1
+            self._saved[step] = list(kept)
         self.announce(self._next, pending)
+        if whole is None and step in self._drawing and step < total_steps:
+            version, *values = self._drawing[step]
+            trained = self.policy.trained
+            trained.add_weights(IN_FLIGHT, dict(zip(trained.parameters, values, strict=True)))
+            self._next = step + 1
+            self.order(Order(int(version), step, self._next), IN_FLIGHT)
 
     def collect(self, step: int, chunk: int) -> Collected:
         last = min(step + 2, self.total_steps)
         self.order(Order(step, self._next, last), self.weights)
         self._next, self._at = last, step + 1
+        now = self._sampling_parts(step)
+        self._drawing = {step: self._drawing.get(step, now), step + 1: now}
         collected, self._drawn = self._drawn or self.receive(step), None
         return collected
 
@@ -186,6 +211,19 @@ class OneStepOffSchedule(Schedule):
                 return super().in_flight(step)
         # once of those that several ranks train
         return None if self.world.rank % self.world.context_size else serialize(self._drawn, slice(None))
+
+    def held(self, step: int) -> list[Tensor]:
+        return self._saved.get(step) or super().held(step)
+
+    def drawing(self, step: int) -> list[Tensor]:
+        return self._drawing.setdefault(step, self._sampling_parts(step))
+
+    def _sampling_parts(self, version: int) -> list[Tensor]:
+        """`version`, and copies of the weights that sample now."""
+        if in_place.generation is None:
+            return []
+        trained = self.policy.trained
+        return [torch.tensor(version, device=self.world.device), *trained.local_copies(self.weights)]
 
 
 SCHEDULES: dict[str, type[Schedule]] = {
