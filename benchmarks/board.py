@@ -16,7 +16,7 @@ import importlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import yaml
@@ -67,11 +67,23 @@ def digest_row(row: Path) -> str:
     return " ".join(parts)
 
 
-def value_at(curve: list[list[float]], seconds: float) -> float:
-    """The last validation of a run within so many CPU seconds of training."""
+def least_seconds(runs: list[Run]) -> list[float]:
+    """The CPU seconds at each validation of a recipe, whose runs all do the same work: between two of them those of the
+    run that took least, since other work on the machine adds to them.
+    """
+    spans: list[list[float]] = []
+    for run in runs:
+        after = [seconds for _, _, seconds in run["curve"]]
+        spans.append([0.0, *(b - a for a, b in pairwise(after))])
+    longest = max(map(len, spans))
+    return list(accumulate(min(span[i] for span in spans if i < len(span)) for i in range(longest)))
+
+
+def value_at(curve: list[list[float]], after: list[float], seconds: float) -> float:
+    """The last validation of a run within so many CPU seconds of training. after: those at each validation."""
     value = curve[0][1]
-    for _, score, after in curve:
-        if after <= seconds:
+    for (_, score, _), at in zip(curve, after, strict=False):
+        if at <= seconds:
             value = score
     return value
 
@@ -124,8 +136,8 @@ def without_digests(subject: Subject) -> list[str]:
 
 
 def until(rows: dict[str, list[Run]]) -> float:
-    """The CPU seconds at which recipes are compared: those of the shortest run of the first one."""
-    return min(float(run["curve"][-1][2]) for run in next(iter(rows.values())))
+    """The CPU seconds at which recipes are compared: those of the first one."""
+    return least_seconds(next(iter(rows.values())))[-1]
 
 
 def head(subject: Subject, rows: dict[str, list[Run]]) -> str:
@@ -142,7 +154,7 @@ def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str
     first, key, seconds = next(iter(rows)), (subject.compared or tuple(subject.spreads))[0], until(rows)
     for runs in rows.values():
         for run in runs:
-            run["after"]["early"] = value_at(run["curve"], seconds)
+            run["after"]["early"] = value_at(run["curve"], least_seconds(runs), seconds)
     table = {}
     for name, runs in rows.items():
         cells = [f"`{name}`"]
@@ -151,7 +163,7 @@ def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str
             apart = difference(runs, rows[first], column, scored=column == key)
             shown = str(replace(apart, prompts=None)).removesuffix(" ≈").replace(" ± ", "±")
             cells.append("" if name == first else shown + " ≈" * (not apart.told_apart))
-        cells[3] += "*" * any(run["curve"][-1][2] < seconds for run in runs)
+        cells[3] += "*" * (least_seconds(runs)[-1] < seconds)
         table[name] = cells
     return table
 

@@ -47,8 +47,11 @@ def test_a_row_is_whole(row: Path) -> None:
 
 
 def test_scores_at_equal_seconds() -> None:
-    curve = [[0, 0.1, 0.0], [10, 0.5, 7.0], [20, 0.4, 14.0]]
-    assert [board.value_at(curve, seconds) for seconds in (0, 6.9, 7, 13.9, 99)] == [0.1, 0.1, 0.5, 0.5, 0.4]
+    """Of a recipe's runs the one that took least counts, between any two validations."""
+    curve = [[0, 0.1, 0.0], [10, 0.5, 7.0], [20, 0.4, 16.0]]
+    after = board.least_seconds([{"curve": curve}, {"curve": [[0, 0.2, 0.0], [10, 0.3, 9.0], [20, 0.3, 16.0]]}])
+    assert after == [0, 7, 14]
+    assert [board.value_at(curve, after, seconds) for seconds in (0, 6.9, 7, 13.9, 99)] == [0.1, 0.1, 0.5, 0.5, 0.4]
 
 
 def scored(seed: int, score: float, *curve: list[float]) -> dict[str, Any]:
