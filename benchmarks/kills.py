@@ -51,6 +51,7 @@ from tests.helpers.jobs import base_overrides
 from tests.helpers.ranks import before_forks, end_with_parent, free_port, rank_environment
 from tests.helpers.tiny import tiny_sd3
 from tests.helpers.tiny_vision import shown_prompts, tiny_vision
+from tests.pretended.jobs import without_faults
 
 LIMIT_S = 90.0  # from a loss to the next step
 SLOW_S = 25.0
@@ -243,12 +244,13 @@ def _rank(net: Net, folder: Path, env: dict[str, str], config: Any) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ.update(env)
     torch.set_num_threads(1)
+    build: Callable[[Any], Callable[[], None]] = without_faults(task.build) if env.get("PRETENDED") else task.build
     from phalanx.exit import begin
     from phalanx.run.cli import run, start_process
 
     start_process()
     begin()
-    run(task.build, config)
+    run(build, config)
 
 
 class Campaign:
@@ -265,6 +267,8 @@ class Campaign:
         pause_s: float,
         sharded: bool = False,
         spares: int = 0,
+        *,
+        pretended: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
         self.sharded = sharded
@@ -281,7 +285,7 @@ class Campaign:
         self.config = load_config(KINDS[kind].schema, None, words)
         self.runs = list(self.config.runs) or [""]
         self.context, self.port = multiprocessing.get_context("fork"), free_port()
-        self.spares = spares
+        self.spares, self.pretended = spares, pretended
         self.nodes = [Node(number, ranks, self._start) for number in range(2 + spares)]
 
     def _start(self, node: Node, local: int) -> Any:
@@ -292,6 +296,7 @@ class Campaign:
         env |= {"TORCHELASTIC_RESTART_COUNT": str(node.restarts), "TORCHELASTIC_MAX_RESTARTS": "1000"}
         env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "IN_PLACE": "1", "NNODES": "2", "PHASE_S": str(self.pause_s)}
         env |= {"SPARES": str(self.spares), MARKS: str(marks), "OMP_NUM_THREADS": "1"}
+        env |= {"PRETENDED": "1"} if self.pretended else {}
         process = self.context.Process(target=_rank, args=(self.net, self.folder, env, self.config))
         process.start()
         return process
