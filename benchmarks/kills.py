@@ -408,19 +408,18 @@ def run_whole(campaign: Campaign) -> None:
     assert not any(node.status for node in campaign.nodes), campaign.said
 
 
-def differences(folder: Path, whole: Path, run: str) -> tuple[bool, float]:
-    """Whether all rows are equal bit for bit, and the largest difference of a metric, relative or absolute. Raises
-    ValueError for other steps or metrics.
+def differences(folder: Path, whole: Path, run: str) -> tuple[float, str]:
+    """The largest difference of a metric, relative or absolute, and which one it is; 0.0 and "" if all rows are equal
+    bit for bit. Raises ValueError for other steps or metrics.
     """
-    equal, largest = True, 0.0
+    largest = 0.0, ""
     for row, wanted in zip(rows(folder, run), rows(whole, run), strict=True):
         if row.keys() != wanted.keys():
             raise ValueError(f"step {wanted['step']}: {sorted(row.keys() ^ wanted.keys())}")
         for key, value in wanted.items():
             if row[key] != value and key not in LOOSE and not key.startswith("idle/"):
-                equal = False
-                largest = max(largest, abs(row[key] - value) / max(1.0, abs(value)))
-    return equal, largest
+                largest = max(largest, (abs(row[key] - value) / max(1.0, abs(value)), f"{key} of step {row['step']}"))
+    return largest
 
 
 def campaign_of(kind: str, ranks: int, args: argparse.Namespace, model: Path, folder: Path, net: Net) -> dict[str, Any]:
@@ -448,8 +447,7 @@ def campaign_of(kind: str, ranks: int, args: argparse.Namespace, model: Path, fo
     result["worlds"] = dict(Counter(worlds))
     result["state lost"] = job.said.count("no rank has the state")
     if result["ends"]:
-        compared = [differences(job.folder, whole.folder, run) for run in job.runs]
-        result["equal"], result["difference"] = min(compared)[0], max(compared, key=lambda each: each[1])[1]
+        result["difference"], result["of"] = max(differences(job.folder, whole.folder, run) for run in job.runs)
         result["fewer"] = any("," not in nodes for nodes in worlds)
     else:
         print(job.said, file=sys.stderr)
@@ -520,7 +518,8 @@ def main() -> None:
             net.hosts.close()
     for key, found in {} if args.leaks else result.items():
         seconds = [loss["s"] for loss in found["losses"]]
-        same = "no end" if not found["ends"] else "bit for bit" if found["equal"] else f"{found['difference']:.1e}"
+        same = f"{found['difference']:.1e} {found['of']}" if found["ends"] and found["of"] else "bit for bit"
+        same = same if found["ends"] else "no end"
         print(
             f"{key:12} {len(seconds)} losses, median {statistics.median(seconds):.1f} s, most {max(seconds)} s: {same}"
         )

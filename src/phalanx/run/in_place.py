@@ -38,7 +38,6 @@ from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, unlisted
 from phalanx.run.spares import role_of
-from phalanx.training.components import Sampling
 from phalanx.training.progress import Progress
 
 LOADING_S = 60.0  # for new ranks to import the libraries
@@ -234,7 +233,7 @@ def copy_state() -> None:
             peer.update(job_parts(job), job.progress.step, job.world)
 
 
-def taken(states: Mapping[str, KeptState], sampling: Sampling, world: World) -> tuple[Progress, list[Tensor]] | None:
+def taken(states: Mapping[str, KeptState], sampling: Any, world: World) -> tuple[Progress, list[Tensor]] | None:
     """Take the state that survivors have, in place; its counters and samples in flight, None in the first generation
     and if there is none. All ranks call this together.
     """

@@ -378,8 +378,7 @@ class Job:
         for name, state in self.states.items():
             state.loaded(progress.updates_beside[name] if name else progress.updates)
         progress.ended &= bool(self.cfg.trainer.end_below)
-        if progress.ended:
-            self.total_steps = progress.step
+        self.total_steps = progress.step if progress.ended else self.total_steps
         done = progress.step >= self.total_steps and progress.unfinished is None
         if done and folder.resolve().parent != self.checkpointer.root.resolve():
             raise ValueError(
