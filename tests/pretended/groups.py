@@ -73,7 +73,7 @@ def collective(func: Any, name: str, written: list[Tensor], tensors: list[Tensor
     on_device = any(place.type == "cuda" for place in places)
     try:
         out = func(*tree_map(_on_cpu, args), **kwargs)
-        if on_device:
+        if on_device and name not in ("send", "recv_"):  # in a batch, whose other half this rank is to begin first
             out = tree_map(lambda value: _waited(value, written), out)
     except RuntimeError as error:
         if on_device:

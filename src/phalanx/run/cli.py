@@ -264,7 +264,8 @@ def _losses_told() -> Iterator[None]:
         yield
     except Exception as error:
         watch = _current_watch()
-        if watch is None or not watch.goes_on(wait=isinstance(error, JobError)):
+        late = isinstance(error, JobError) or not isinstance(error, RuntimeError | ValueError | Stopped)
+        if watch is None or not watch.goes_on(wait=late):  # arbitrary results may have caused it
             raise
         raise sys.modules["torch.distributed"].DistError("other ranks were lost") from error
 
