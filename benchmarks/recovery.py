@@ -1,24 +1,27 @@
 """Seconds from the loss of a rank or a node to the next training step: in place, by a restart, and torchelastic alone.
 
-    python -m benchmarks.recovery [--runs 3] [--ranks 1] [--kinds "in place,spare,restart,bare"]
+    python -m benchmarks.recovery [--runs 3] [--ranks 1] [--kinds "in place,spare,restart,bare,joins"]
 
 Two nodes of `ranks` ranks each, on this machine, train a tiny SD3 with a LoRA. In the middle of a step, either a rank
 of node 1 is killed, whose launcher starts it again, or all processes of node 1 are. With IN_PLACE=1 the others go on;
 else all ranks start again (MAX_RESTARTS=3; for a node NNODES=1:2) from the checkpoint of each second step. `spare`: a
 third node takes the place of the lost one (SPARES=1); a rank that is lost may come back before. `bare`:
-ranks that only import torch and count in an all_reduce, under the same torchrun. The kinds take turns. 200 s stand for
-a job that did not go on. The last line is JSON.
+ranks that only import torch and count in an all_reduce, under the same torchrun. `joins`: the lost node is started once
+the other goes on alone; seconds from its start to its first step, and how long the other then waits for it. The kinds
+take turns. 200 s stand for a job that did not go on. The last line is JSON.
 """
 
 import argparse
 import contextlib
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.exit import end_with_parent
@@ -27,7 +30,7 @@ from tests.helpers.ranks import free_port, launch_environment
 from tests.helpers.tiny import tiny_sd3
 
 LIMIT_S = 200.0
-KINDS = ("in place", "spare", "restart", "bare")
+KINDS = ("in place", "spare", "restart", "bare", "joins")
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 SETTINGS = ("model.lora_rank=4", "trainer.save_freq=2", "trainer.total_training_steps=1000")
 BARE = """
@@ -40,30 +43,45 @@ while True:
 """
 
 
-def one(kind: str, lost: str, model: Path, folder: Path, ranks: int) -> float:
-    """Seconds from the loss to the next step."""
+def one(kind: str, lost: str, model: Path, folder: Path, ranks: int) -> list[float]:
+    """Seconds from the loss to the next step, with `joins` see joins."""
     place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": str(ranks)}
     spares = int(kind == "spare")
-    if kind in ("in place", "spare"):
+    if kind in ("in place", "spare", "joins"):
         place |= {"IN_PLACE": "1", "SPARES": str(spares)}
     else:
         place |= {"MAX_RESTARTS": "3", "RDZV_CONF": RENDEZVOUS}
         if lost == "node":
             place |= {"NNODES": "1:2"}
     settings = (*SETTINGS, f"parallel.fsdp_size={ranks}")
-    nodes = [
-        Job(model, folder, *settings, env=place | {"NODE_RANK": str(number), "PHASE_S": "0.05"}, name=f"node_{number}")
-        for number in range(2 + spares)
-    ]
+
+    def start(number: int) -> Job:
+        env = place | {"NODE_RANK": str(number), "PHASE_S": "0.05"}
+        return stack.enter_context(Job(model, folder, *settings, env=env, name=f"node_{number}"))
+
     with contextlib.ExitStack() as stack:
-        for node in nodes:
-            stack.enter_context(node)
+        nodes = [start(number) for number in range(2 + spares)]
         nodes[0].until(lambda: len(steps(folder)) >= 3 and nodes[0].said.count("waits for a place") == spares)
         nodes[0].until(lambda: nodes[0].phase(0)[2] == "update")
-        return _until_next(lambda: len(steps(folder)), nodes, lost)
+        seconds = [_until_next(lambda: len(steps(folder)), nodes, lost)]
+        return joins(folder, nodes[0], lambda: start(1)) if kind == "joins" else seconds
 
 
-def bare(lost: str, folder: Path, ranks: int) -> float:
+def joins(folder: Path, other: Job, start: Callable[[], Job]) -> list[float]:
+    """Seconds from the start of a node to its first step, and between the two steps of the other one around that."""
+    last, begin, told = time.monotonic(), time.monotonic(), other.said.count("with nodes 0, 1")
+    start()
+    done = len(steps(folder))
+    while time.monotonic() - begin < LIMIT_S:
+        if len(steps(folder)) > done:
+            done, before, last = len(steps(folder)), last, time.monotonic()
+            if other.said.count("with nodes 0, 1") > told:
+                return [last - begin, last - before]
+        time.sleep(0.02)
+    return [LIMIT_S]
+
+
+def bare(lost: str, folder: Path, ranks: int) -> list[float]:
     """The same for torchelastic alone."""
     script, log, port = folder / "bare.py", folder / "log", free_port()
     script.write_text(BARE)
@@ -79,7 +97,7 @@ def bare(lost: str, folder: Path, ranks: int) -> float:
         while not log.exists() or log.stat().st_size < 20:
             assert time.monotonic() < deadline, "torchrun did not start"
             time.sleep(0.05)
-        return _until_next(lambda: log.stat().st_size, nodes, lost)
+        return [_until_next(lambda: log.stat().st_size, nodes, lost)]
 
 
 class _Bare(Job):
@@ -98,12 +116,12 @@ class _Bare(Job):
         return sorted(pid for pid, line in self.processes().items() if f"-u {self._script}" in line)
 
 
-def _until_next(count, nodes: list[Job], lost: str) -> float:  # type: ignore[no-untyped-def]
+def _until_next(count: Callable[[], int], nodes: Sequence[Job], lost: str) -> float:
     before, begin = count(), time.monotonic()
     if lost == "node":
         nodes[1].kill_all()
     else:
-        kill(nodes[1].ranks()[-1], 9)
+        kill(nodes[1].ranks()[-1], signal.SIGKILL)
         time.sleep(0.2)  # a step that was nearly over when the rank was killed is not the next one
         before = count()
     while count() <= before and time.monotonic() - begin < LIMIT_S:
@@ -123,13 +141,16 @@ def main() -> None:
         for run in range(args.runs):
             for lost in ("rank", "node"):
                 for kind in args.kinds.split(","):
+                    if kind == "joins" and lost == "rank":  # its node's launcher starts it again at once
+                        continue
                     folder = Path(name) / f"{run} {lost} {kind}".replace(" ", "_")
                     folder.mkdir()
                     took = (
                         bare(lost, folder, args.ranks) if kind == "bare" else one(kind, lost, model, folder, args.ranks)
                     )
-                    seconds[f"{lost}, {kind}"].append(round(took, 1))
-                    print(f"{lost} lost, {kind}: {took:.1f} s", file=sys.stderr, flush=True)
+                    for value, what in zip(took, ("", ", the other waits"), strict=False):
+                        seconds[f"{lost}, {kind}{what}"].append(round(value, 1))
+                        print(f"{lost} lost, {kind}{what}: {value:.1f} s", file=sys.stderr, flush=True)
     for key, values in seconds.items():
         print(f"{key:20} median {statistics.median(values):5.1f} s of {sorted(values)}")
     print(json.dumps(seconds))

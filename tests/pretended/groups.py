@@ -1,5 +1,6 @@
 """Process groups: gloo does the work of nccl, and each collective gets what the group's back end serves."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from tests.pretended.record import RECORD, caller
 from tests.pretended.streams import Event, Memory, Stream, current, within
 
 TrueGloo = dist.ProcessGroupGloo
+ABORT_S = 60.0
 
 
 def served(backend: str) -> set[str]:
@@ -68,7 +70,16 @@ def collective(func: Any, name: str, written: list[Tensor], tensors: list[Tensor
             memory.write() if id(tensor) in targets else memory.read()
         elif memory is not None:
             memory.host_writes() if id(tensor) in targets else memory.host_reads()
-    out = func(*tree_map(_on_cpu, args), **kwargs)
+    on_device = any(place.type == "cuda" for place in places)
+    try:
+        out = func(*tree_map(_on_cpu, args), **kwargs)
+        if on_device and name not in ("send", "recv_"):  # in a batch, whose other half this rank is to begin first
+            out = tree_map(lambda value: _waited(value, written), out)
+    except RuntimeError as error:
+        if on_device:
+            _abort_expected()
+            raise RuntimeError(f"NCCL communicator was aborted: {error}") from error
+        raise
     device = next((place for place in places if place.type == "cuda"), None)
     if device is not None:
         for made in torch.utils._pytree.tree_leaves(out):
@@ -77,6 +88,32 @@ def collective(func: Any, name: str, written: list[Tensor], tensors: list[Tensor
                 memory.write()
                 put(made, memory)
     return out
+
+
+def _waited(value: Any, written: list[Tensor]) -> Any:
+    """A collective's work is over at once. One that waits for a lost rank is over once the group was aborted, without
+    an error on the host, and its results are arbitrary.
+    """
+    if not isinstance(value, torch.ScriptObject) or "Work" not in str(value._type()):
+        return value
+    try:
+        dist.Work.unbox(value).wait()
+    except RuntimeError:
+        _abort_expected()
+        with torch.utils._python_dispatch._disable_current_modes():
+            for tensor in written:
+                tensor.detach().view(-1).view(torch.uint8).fill_(0xFF)  # NaN, or -1
+        return TrueGloo(dist.HashStore(), 0, 1, timedelta(seconds=9)).barrier().boxed()  # type: ignore[attr-defined]
+    return value
+
+
+def _abort_expected() -> None:
+    """Wait until the process's groups are aborted."""
+    deadline = time.monotonic() + ABORT_S
+    while dist.is_initialized():
+        if time.monotonic() > deadline:
+            RECORD.fault("a collective waits for a lost rank, and nobody aborts it")
+        time.sleep(0.01)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -114,6 +151,9 @@ class Gloo:
 
     def shutdown(self) -> None:
         self._group.shutdown()
+
+    def abort(self) -> None:
+        self._group.abort()
 
     def _start(self, tensors: list[Tensor], writes: bool, work: Callable[[], Any]) -> Any:
         for tensor in tensors:

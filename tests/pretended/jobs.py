@@ -39,6 +39,22 @@ def _train(build: Build, cfg: Any, port: int) -> Record:
     return record
 
 
+def without_faults(build: Callable[[Any], Callable[[], None]]) -> Callable[[Any], Callable[[], None]]:
+    """The same on a pretended GPU, for a process that runs a task: it ends with an error after a fault."""
+    record = pretend()
+
+    def built(cfg: Any) -> Callable[[], None]:
+        job = build(cfg)
+
+        def checked() -> None:
+            job()
+            assert not record.faults, "\n".join(record.faults)
+
+        return checked
+
+    return built
+
+
 def pretend() -> Record:
     """Give each rank of this node a GPU, and let the record know what the job is at."""
     link.BUCKET_BYTES = 2**14  # so that weights travel to other roles in many messages

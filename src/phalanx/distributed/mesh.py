@@ -98,7 +98,7 @@ class World:
     @property
     def shard_size(self) -> int:
         """Number of ranks that share one copy of the weights."""
-        return self.mesh["shard"].size()
+        return self.mesh.size(1)  # also after its groups were aborted
 
 
 def shard_size(config: ParallelConfig, launch: Launch) -> int:

@@ -17,7 +17,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
@@ -226,7 +227,7 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
     from phalanx.types import JobError
 
     try:
-        with uncollected():  # or until the job has a world
+        with _losses_told(), uncollected():  # or until the job has a world
             job = build(config)
     except (ValueError, SystemExit) as error:  # SystemExit comes from user code: Phalanx does not call sys.exit here
         _leave_folder()
@@ -236,7 +237,8 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
         _report_mistake(error, status=1)
     # A ValueError during training is a bug, which `build` should have caught, and keeps its traceback.
     try:
-        job()
+        with _losses_told():
+            job()
     except (JobError, SystemExit) as error:
         _leave_folder()
         _report_mistake(error, status=1)
@@ -249,6 +251,23 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
         # in place, launchers of other nodes were not told: they would start their ranks again
         restart = stop.number != REQUEST and not in_place()
         end(stop.status, str(stop), str(stop) if leads() else None, restart=restart)
+
+
+@contextmanager
+def _losses_told() -> Iterator[None]:
+    """Within the block, an exception is a DistError if ranks were lost before it: NCCL's collectives that were aborted
+    leave arbitrary results instead of an error, and no group for the next ones.
+    """
+    from phalanx.types import JobError
+
+    try:
+        yield
+    except Exception as error:
+        watch = _current_watch()
+        late = isinstance(error, JobError) or not isinstance(error, RuntimeError | ValueError | Stopped)
+        if watch is None or not watch.goes_on(wait=late):  # arbitrary results may have caused it
+            raise
+        raise sys.modules["torch.distributed"].DistError("other ranks were lost") from error
 
 
 def fail(text: str, status: int, lines: int = 1, *, restart: bool = True) -> NoReturn:

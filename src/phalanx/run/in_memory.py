@@ -17,6 +17,7 @@ from phalanx.run.peer_copy import packed, unpack
 from phalanx.training.progress import Progress
 
 log = logging.getLogger(__name__)
+LEFT = OSError, RuntimeError, ValueError  # the last one where a group was aborted
 # By step, shard and number of shards: the counters after the step, this rank's part of each tensor, and the samples in
 # flight; or no counters, and the bytes of another rank's parts.
 Offers = dict[tuple[int, int, int], tuple[Progress | None, list[Tensor], list[Tensor]]]
@@ -117,9 +118,9 @@ def frozen_of(job: KeptJob) -> list[dict[str, Tensor]]:
 def leave(job: KeptJob) -> None:
     """Close what this process will open again; its connections to other ranks are closed."""
     job.rank_files.close()
-    with suppress(OSError, RuntimeError):
+    with suppress(*LEFT):
         job.checkpointer.wait()
-    with suppress(OSError, RuntimeError):
+    with suppress(*LEFT):
         if job.world.link is None:  # ranks of other roles notice for themselves
             job.sampling.end()
         job.logger.close()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from phalanx.config.messages import ConfigError
+from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.fsdp import KEPT
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
@@ -37,7 +38,6 @@ from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, unlisted
 from phalanx.run.spares import role_of
-from phalanx.training.components import Sampling
 from phalanx.training.progress import Progress
 
 LOADING_S = 60.0  # for new ranks to import the libraries
@@ -79,6 +79,8 @@ def enter() -> None:
     nodes, local = launch.world_size // launch.local_world_size, launch.local_world_size
     store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=CONNECT_S)))
     keep()
+    # NCCL aborts the groups of a lost rank, or one that waits too long, and not the process
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports(), spares)
     shape = f"NNODES={nodes}, SPARES={spares} and NPROC_PER_NODE={local}"
     first, _, by = store.compare_set("shape", "", f"{shape} on {socket.gethostname()}").decode().partition(" on ")
@@ -133,6 +135,8 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
             dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which groups are named; one that could not connect has counted
     generation.register(dead)
+    if watch is not None:
+        watch.severed = False
     last, nodes = generation.chosen(generation.number - 1), generation.chosen(generation.number)
     if generation.here == f"{next(node for node in nodes if node in last)}/0":  # the first one that was not lost
         names, steps = ", ".join(map(str, nodes)), sorted({max(each)[0] for each in offers.values() if each})
@@ -213,6 +217,14 @@ def begin(each: KeptJob | None) -> None:
         copy_state()
 
 
+def confirm() -> None:
+    """Wait until no rank was lost in this step, since NCCL's collectives that were aborted raise no error, and leave
+    arbitrary results. All ranks call this together.
+    """
+    if generation is not None:
+        reduce_int(0, "max")
+
+
 def copy_state() -> None:
     """Exchange the state with other nodes after a complete step, if the job does so; all ranks call this together."""
     job = jobs.get(_run())
@@ -221,7 +233,7 @@ def copy_state() -> None:
             peer.update(job_parts(job), job.progress.step, job.world)
 
 
-def taken(states: Mapping[str, KeptState], sampling: Sampling, world: World) -> tuple[Progress, list[Tensor]] | None:
+def taken(states: Mapping[str, KeptState], sampling: Any, world: World) -> tuple[Progress, list[Tensor]] | None:
     """Take the state that survivors have, in place; its counters and samples in flight, None in the first generation
     and if there is none. All ranks call this together.
     """

@@ -220,6 +220,7 @@ class Job:
         """Validate, log and save, each if due, after training step number `step` (from 1) with metrics `row`."""
         t, last = self.cfg.trainer, step == self.total_steps
         self._restore_files()
+        in_place.confirm()
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
         if self.copies:
@@ -377,8 +378,7 @@ class Job:
         for name, state in self.states.items():
             state.loaded(progress.updates_beside[name] if name else progress.updates)
         progress.ended &= bool(self.cfg.trainer.end_below)
-        if progress.ended:
-            self.total_steps = progress.step
+        self.total_steps = progress.step if progress.ended else self.total_steps
         done = progress.step >= self.total_steps and progress.unfinished is None
         if done and folder.resolve().parent != self.checkpointer.root.resolve():
             raise ValueError(

@@ -7,14 +7,17 @@ below gloo, which then raises the error of a lost peer in whichever thread waits
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 LISTENS = "0A"  # a state in /proc/net/tcp
+_aborting = threading.Lock()
 unlisted: list[Any] = []  # process groups that torch.distributed does not list, those across roles
 
 
@@ -47,9 +50,11 @@ def sever(ports: Iterable[int]) -> None:
             ):
                 copy.shutdown(socket.SHUT_RDWR)
     if torch.cuda.is_available():
-        for group in unlisted:
-            group.abort()
-        distributed_c10d._abort_process_group()
+        with _aborting:  # the watch severs, and then the main thread, which sees the result
+            for group in unlisted:
+                group.abort()
+            if dist.is_initialized():
+                distributed_c10d._abort_process_group()
 
 
 def _sockets() -> Iterator[tuple[int, str]]:

@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from phalanx.exit import REQUEST, end, in_place, say, told_to_stop
@@ -84,6 +85,7 @@ class Watch:
         self._started = False
         self.sever: Callable[[], None] | None = None  # closes the connections to other ranks
         self.patient = False  # the main thread knows of the loss
+        self.severed = False  # from lost ranks, and the main thread may not know
         # Python writes a byte to `_alarm` for each signal, even while the main thread runs C++ code.
         self._wakeup, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
@@ -146,6 +148,19 @@ class Watch:
         """The ranks that have missed three heartbeats."""
         limit = 3 * self.interval
         return [rank for rank, (_, since) in enumerate(self._seen) if self._contact - since > limit]
+
+    def goes_on(self, *, wait: bool) -> bool:
+        """Whether ranks are lost without which this one goes on. wait: where NCCL's results may be arbitrary before a
+        loss is noticed, until it would be.
+        """
+        if self.sever is None:
+            return False
+        deadline = time.monotonic() + 5.5 * self.interval * (wait and torch.cuda.is_available())
+        while not self.severed and self._lost_ranks(3 * self.interval) is None:
+            if time.monotonic() >= deadline or self.first_error() is not None:
+                return False
+            time.sleep(0.1)
+        return True
 
     def tell(self, error: str) -> tuple[str, bool]:
         """Report this rank's error. Returns the world's first error, and whether it is this one."""
@@ -246,7 +261,7 @@ class Watch:
         """End this process, or, where it can go on without these ranks, the collective in which it waits for them."""
         if self.sever is None or self._contact < time.monotonic() - self.silence_s:
             self.fail(lost)
-        self.patient = True
+        self.patient = self.severed = True
         say(lost)
         self.sever()
 
