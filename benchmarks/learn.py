@@ -12,10 +12,8 @@ which is trained first.
 """
 
 import json
-import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -98,9 +96,6 @@ def similar(wanted: str, read: str) -> float:
 
 def tesseract(images: np.ndarray[Any, Any]) -> list[str]:
     """Tesseract's texts of images [N, H, W, 3] in 0..1, each with one line of text."""
-    program = shutil.which("tesseract")
-    if program is None:
-        sys.exit("learn.py: the program tesseract is not installed; apt-get install tesseract-ocr")
     height, width = images.shape[1:3]
     pages = [
         Image.fromarray((image * 255).round().astype(np.uint8)).resize(
@@ -111,8 +106,8 @@ def tesseract(images: np.ndarray[Any, Any]) -> list[str]:
     folder = tempfile.TemporaryDirectory()
     file = Path(folder.name) / "pages.tif"
     pages[0].save(file, save_all=True, append_images=pages[1:])
-    options = ["--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
-    out = subprocess.run([program, str(file), "stdout", *options], capture_output=True, text=True, check=True).stdout
+    command = ["tesseract", str(file), "stdout", "--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     folder.cleanup()
     texts = out.split("\f")[: len(pages)]
     assert len(texts) == len(pages), (len(texts), len(pages))
@@ -144,6 +139,7 @@ SUBJECT = Subject(
     test_freq=5,
     target=0.8,
     spreads={"ocr": "OCR", "tesseract": "Tesseract"},
+    program="tesseract",
     means={"pixels": "pixels", "colours": "colours"},
     base=base,
     after=after,

@@ -73,6 +73,7 @@ class Subject:
     scores: Callable[[Path], list[float]] | None = None  # None: the scores of the last validation
     seeds: tuple[str, ...] = ("trainer.seed",)
     paths: dict[str, Callable[[Path], Path]] = field(default_factory=dict)
+    program: str = ""  # that `after` calls
 
     @property
     def results(self) -> Path:
@@ -170,6 +171,8 @@ def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: 
     result = finished(output, name, recipe, seed, steps)
     if result is not None:
         return result
+    if subject.program and shutil.which(subject.program) is None:
+        raise SystemExit(f"{subject.name}: the program {subject.program} is not installed")
     wanted = {"name": name, "recipe": recipe, "seed": seed, "steps": steps}
     folder = output / f"{slug(name)}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
