@@ -7,7 +7,8 @@ The first argument is a comparison: learn, learn_lm, learn_bd or learn_tools; th
 Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>, with --label another name
 for those of another processor: configuration, versions, processor, digests of the files that it read, metrics, digests
 of the final weights, and the curve over samples and CPU seconds. The tables of docs/leaderboard.md are made from all
-rows: one for each processor, since neither bits nor CPU seconds are those of another one.
+rows: one for each processor, since neither bits nor CPU seconds are those of another one. Until each recipe of a
+comparison has rows, a table of its results follows.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def read_rows(subject: Subject) -> dict[str, list[Run]]:
 def digest_row(row: Path) -> str:
     """Eight digits for the metrics and eight for the final weights of a row."""
     parts = [hashlib.sha256((row / name).read_bytes()).hexdigest()[:8] for name in ("metrics.jsonl", "weights.json")]
-    return " ".join(parts)
+    return "/".join(parts)
 
 
 def least_seconds(runs: list[Run]) -> list[float]:
@@ -126,10 +127,14 @@ def table(subject: Subject, rows: dict[str, list[Run]]) -> list[str]:
 
 
 def without_digests(subject: Subject) -> list[str]:
-    """All recipes of a comparison, from the runs of its own results, of which only the curves are kept."""
+    """All recipes of a comparison, from the runs of its own results, of which only the curves are kept; nothing if each
+    recipe has rows.
+    """
     rows: dict[str, list[Run]] = {}
     for run in json.loads(subject.results.read_text())["runs"]:
         rows.setdefault(run["name"], []).append(run)
+    if rows.keys() <= read_rows(subject).keys():
+        return []
     title = f"### {TITLES[subject.name]}"
     lines = [f"|{'|'.join(cells)}|" for cells in compared(subject, rows).values()]
     return [title, "", head(subject, rows), "|---|---|---|---|---|", *lines, ""]
