@@ -13,7 +13,9 @@ from tests.helpers.ranks import LIMIT_S
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("flow", "update"), ("text", "rollout")])
+@pytest.mark.parametrize(
+    ("kind", "phase"), [pytest.param("flow", "update", marks=pytest.mark.long), ("text", "rollout")]
+)
 def test_a_lost_gpu_costs_no_step(kind: str, phase: str, tmp_path: Path) -> None:
     """Language models share one copy of the weights here, which is gathered in each pass."""
     model, net, sharded = KINDS[kind].make(tmp_path / "model"), Net(None), kind == "text"
