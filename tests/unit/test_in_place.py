@@ -207,6 +207,17 @@ def test_a_spare_node_stands_where_the_lost_one_stood(store: dist.Store, monkeyp
     assert places[0][0].chosen(2) == [0, 1, 2]
 
 
+def test_neither_a_node_that_is_back_nor_a_spare_one_survived(store: dist.Store) -> None:
+    """The first survivor tells of the loss, and the lost one may have come back with a lower number."""
+    for node, again in ((0, 1), (1, 0), (2, 0), (3, 0)):
+        store.set(f"0/{node}/0", "a 1 0")
+        store.set(f"1/{node}/0", f"a 1 {again}")
+    store.set("1/nodes", "[0, 3, 2]")
+    each = place(store, 2)
+    each.number = 1
+    assert each.survivors() == [2]
+
+
 def test_a_waiting_node_is_no_reason_to_stop_a_whole_job(store: dist.Store) -> None:
     first = place(store, 0)
     first.number = 0

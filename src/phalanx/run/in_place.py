@@ -138,7 +138,7 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
     if watch is not None:
         watch.severed = False
     last, nodes = generation.chosen(generation.number - 1), generation.chosen(generation.number)
-    if generation.here == f"{next(node for node in nodes if node in last)}/0":  # the first one that was not lost
+    if generation.here == f"{generation.survivors()[0]}/0":
         names, steps = ", ".join(map(str, nodes)), sorted({max(each)[0] for each in offers.values() if each})
         newest = f"; the last step is {', '.join(map(str, steps))}" if steps else ""
         say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}{newest}")
