@@ -36,6 +36,7 @@ def lose_one_and_meet_again(folder: Path) -> tuple[float, float]:
     generation.register = lambda dead: None  # type: ignore[method-assign]  # who takes part is another test's matter
     for number in range(2):
         generation.at(number).set("nodes", "[0, 1, 2]")
+        generation.at(number).set(f"{rank}/0", "the first start")
     in_place.generation = generation
     begin, noticed = time.monotonic(), 0.0
     if rank < 2:  # the third one is lost after it has come

@@ -69,7 +69,7 @@ def test_a_copy_that_did_not_arrive_whole_is_none() -> None:
 class State:
     """A TrainState of one tensor that is sharded, with uneven shards, and a count that is not."""
 
-    kept, applied, updates = None, 0, 0
+    kept, changed, updates = None, False, 0
 
     def __init__(self, mesh: DeviceMesh, parts: list[Tensor]) -> None:
         sharded = DTensor.from_local(parts[0], mesh["shard"], [Shard(0)], run_check=False)

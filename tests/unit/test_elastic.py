@@ -124,6 +124,20 @@ def test_the_first_error_wins() -> None:
     assert third.explain() == "rank 1: KeyError"
 
 
+def test_an_error_follows_from_a_loss_while_the_job_goes_on_without_others() -> None:
+    """Not before it can, nor once this rank knows of the loss or its job is over."""
+    first, _, _ = watches(3)
+    first._seen[2] = b"0", time.monotonic() - 7  # silent
+    assert not first.goes_on(wait=False)
+    first.sever = lambda: None
+    assert first.goes_on(wait=False)
+    first.sever = None
+    assert not first.goes_on(wait=False)
+    first.sever = lambda: None
+    first.close()
+    assert not first.goes_on(wait=False)
+
+
 def test_a_signal_to_one_rank_stops_all() -> None:
     """Two launchers of a rank each."""
     store = dist.HashStore()

@@ -160,7 +160,7 @@ def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
 
 def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() -> None:
     model = SimpleNamespace(parameters={})
-    state = SimpleNamespace(model=model, kept=None, applied=0, updates=3, local_parts=list, parts_before=list)
+    state = SimpleNamespace(model=model, kept=None, changed=False, updates=3, local_parts=list, parts_before=list)
     sampling = SimpleNamespace(held=lambda step: [f"samples in flight after step {step}"], drawing=lambda step: [])
     job: Any = SimpleNamespace(stops=SimpleNamespace(before=Progress(step=4)), progress=Progress(step=5))
     vars(job).update(states={"": state}, unconfirmed={"loss": 1.0}, world=SimpleNamespace(rank=1, shard_size=2))
@@ -215,7 +215,7 @@ def test_neither_a_node_that_is_back_nor_a_spare_one_survived(store: dist.Store)
     store.set("1/nodes", "[0, 3, 2]")
     each = place(store, 2)
     each.number = 1
-    assert each.survivors() == [2]
+    assert each.survivors(0) == [2]
 
 
 def test_a_waiting_node_is_no_reason_to_stop_a_whole_job(store: dist.Store) -> None:

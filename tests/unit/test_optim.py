@@ -2,6 +2,7 @@
 
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from phalanx.config.run import EmaConfig
 from phalanx.distributed.fsdp import Sharded
 from phalanx.run.world import start_world
 from phalanx.training.offload import PART, OffloadedState
-from phalanx.training.optim import Ema, Optimizer, learning_rate
+from phalanx.training.optim import Ema, Optimizer, TrainState, learning_rate
 from tests.helpers.ranks import free_port, run_ranks
 from tests.pretended import install
 
@@ -329,3 +330,21 @@ def test_moving_average_of_sharded_weights() -> None:
     parts = run_ranks(averages, 2, 2)
     for name, value in whole.items():
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_only_changes_averages_is_undone() -> None:
+    """The first change of a step, whatever it is, keeps the state before it."""
+    part, state = torch.zeros(2), TrainState.__new__(TrainState)
+    model = SimpleNamespace(sharded=SimpleNamespace(reshard=lambda: None, copy_to_module=lambda: None))
+    optimizer = SimpleNamespace(updates=3, drop_gradients=lambda: None)
+    vars(state).update(undoes=True, applied=0, model=model, optimizer=optimizer, local_parts=lambda: [part])
+    for value in (1.0, 2.0):
+        state.begin_step()
+        assert state.parts_before()[0] is part and not state.changed
+        for _ in range(2):
+            state.keep()
+            part += value
+            state.changed = True
+        assert state.parts_before()[0].tolist() == [0, 0] and state.changed
+        state.undo()
+        assert part.tolist() == [0, 0] and not state.changed and optimizer.updates == 3

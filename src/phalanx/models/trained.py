@@ -212,6 +212,10 @@ class TrainedModel:
         """Add a set of weights for `using(name)`; `values` are sharded like `parameters`."""
         self._weights[name] = values
 
+    def drop_weights(self, name: str) -> None:
+        """Forget a set of weights of `add_weights`."""
+        del self._weights[name]
+
     def local_copies(self, weights: str | None) -> list[Tensor]:
         """Copies of this rank's parts of a set of weights, see `whole`, in the order of `parameters`."""
         values = self.parameters if weights is None else self._weights[weights]

@@ -93,7 +93,7 @@ class Checkpointer:
         self._writer = ShareWriter()
         self._pending: threading.Thread | None = None
         self._begun = 0.0  # when it began, by time.monotonic
-        self._failure: RuntimeError | None = None
+        self._failure: RuntimeError | ValueError | None = None
         # the step of this run's newest complete checkpoint; valid after `wait`
         self.saved_step = 0
         self.published: Callable[[Path], None] | None = None  # called on rank 0 for each new checkpoint, in its thread
@@ -227,7 +227,7 @@ class Checkpointer:
                 done = [self._publish_or_drop(per_rank, part, final, meta)]
             # all ranks wait for the rename, so that no rank ends the job before it
             dist.broadcast_object_list(done, src=0, group=self.world.checkpoint_group)
-        except RuntimeError as error:  # a rank is lost; `wait` raises this in the main thread
+        except (RuntimeError, ValueError) as error:  # a rank is lost, or the group aborted; `wait` raises it
             self._failure = error
         self._writer.end(done[0])
         if done[0]:

@@ -227,7 +227,7 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
     from phalanx.types import JobError
 
     try:
-        with _losses_told(), uncollected():  # or until the job has a world
+        with _losses_told(ValueError), uncollected():  # or until the job has a world
             job = build(config)
     except (ValueError, SystemExit) as error:  # SystemExit comes from user code: Phalanx does not call sys.exit here
         _leave_folder()
@@ -254,20 +254,24 @@ def _run_job(build: Callable[[T], Callable[[], None]], config: T) -> None:
 
 
 @contextmanager
-def _losses_told() -> Iterator[None]:
+def _losses_told(*mistakes: type[Exception]) -> Iterator[None]:
     """Within the block, an exception is a DistError if ranks were lost before it: NCCL's collectives that were aborted
-    leave arbitrary results instead of an error, and no group for the next ones.
+    leave arbitrary results instead of an error, and no group for the next ones. `mistakes` come from nothing arbitrary.
     """
-    from phalanx.types import JobError
-
     try:
         yield
     except Exception as error:
         watch = _current_watch()
-        late = isinstance(error, JobError) or not isinstance(error, RuntimeError | ValueError | Stopped)
-        if watch is None or not watch.goes_on(wait=late):  # arbitrary results may have caused it
+        if watch is None or watch.sever is None:
             raise
-        raise sys.modules["torch.distributed"].DistError("other ranks were lost") from error
+        from torch.distributed import DistError
+
+        from phalanx.run.generations import Regroup
+
+        known = isinstance(error, (Stopped, DistError, Regroup, *mistakes)) or _from_a_collective(error)
+        if not watch.goes_on(wait=not known):
+            raise
+        raise DistError("other ranks were lost") from error
 
 
 def fail(text: str, status: int, lines: int = 1, *, restart: bool = True) -> NoReturn:

@@ -75,11 +75,11 @@ class Generation:
                 complete.append(node)
         return complete
 
-    def survivors(self) -> list[int]:
-        """The nodes of this generation whose ranks are those of the last one, not started again."""
-        before, now, last = self.at(self.number - 1), self.at(self.number), self.chosen(self.number - 1)
+    def survivors(self, before: int) -> list[int]:
+        """The nodes of this generation whose ranks are those of the one `before`, not started again."""
+        last, then, now = self.chosen(before), self.at(before), self.at(self.number)
         nodes = [node for node in self.chosen(self.number) if node in last]
-        return [node for node in nodes if before.get(f"{node}/0") == now.get(f"{node}/0")]
+        return [node for node in nodes if then.get(f"{node}/0") == now.get(f"{node}/0")]
 
     def current(self) -> int:
         """The generation that trains; -1 before the first one."""

@@ -27,7 +27,7 @@ class KeptState(Protocol):
     """A phalanx.training.optim.TrainState."""
 
     kept: Any
-    applied: int
+    changed: bool
     model: Any
 
     @property
@@ -61,7 +61,7 @@ def offers_of(job: KeptJob) -> Offers:
     states = list(job.states.values())
     width = width_of(states, job.world)
     shard = job.world.rank % width
-    copied = all(state.kept is not None or not state.applied for state in states)
+    copied = all(state.kept is not None or not state.changed for state in states)
     if before.step < progress.step:  # the step is complete on this rank
         progress.updates = next(iter(states)).updates
         progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -44,6 +45,13 @@ LOADING_S = 60.0  # for new ranks to import the libraries
 CONNECTING_S = 20.0  # for ranks that have met to connect to each other
 EAGER = 64  # ranks that connect to each other when a group is made
 CONNECT_S = 60.0  # to the job's store, which node 0 may have taken along
+# NCCL aborts the groups of a lost rank, or one that waits too long, and not the process; at once, and without a sign in
+# the store, by which processes that start later would end themselves
+NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 REGROUP = 1000  # beside the numbers of signals that all ranks agree on: nodes wait to join
 
 
@@ -79,8 +87,8 @@ def enter() -> None:
     nodes, local = launch.world_size // launch.local_world_size, launch.local_world_size
     store = dist.PrefixStore("in_place", connect_store(launch, timedelta(seconds=CONNECT_S)))
     keep()
-    # NCCL aborts the groups of a lost rank, or one that waits too long, and not the process
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    for name, value in NCCL.items():
+        os.environ.setdefault(name, value)
     generation = Generation(int(os.environ["GROUP_RANK"]), nodes, launch, store, listening_ports(), spares)
     shape = f"NNODES={nodes}, SPARES={spares} and NPROC_PER_NODE={local}"
     first, _, by = store.compare_set("shape", "", f"{shape} on {socket.gethostname()}").decode().partition(" on ")
@@ -134,11 +142,12 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which groups are named; one that could not connect has counted
+    trained = generation.number
     generation.register(dead)
     if watch is not None:
-        watch.severed = False
+        watch.sever = None  # what fails from now on is no consequence of this loss
     last, nodes = generation.chosen(generation.number - 1), generation.chosen(generation.number)
-    if generation.here == f"{generation.survivors()[0]}/0":
+    if generation.launch.local_rank == 0 and generation.survivors(trained)[:1] == [generation.node]:
         names, steps = ", ".join(map(str, nodes)), sorted({max(each)[0] for each in offers.values() if each})
         newest = f"; the last step is {', '.join(map(str, steps))}" if steps else ""
         say(f"going on in place after {time.monotonic() - began:.1f} s, with nodes {names}{newest}")
@@ -217,12 +226,17 @@ def begin(each: KeptJob | None) -> None:
         copy_state()
 
 
-def confirm() -> None:
-    """Wait until no rank was lost in this step, since NCCL's collectives that were aborted raise no error, and leave
+def confirm(world: World) -> None:
+    """On GPUs raise an error if a group was aborted in this step, since NCCL's collectives of it raise none and leave
     arbitrary results. All ranks call this together.
     """
-    if generation is not None:
-        reduce_int(0, "max")
+    if generation is None or world.device.type != "cuda":
+        return
+    one, meshes = torch.ones(1, device=world.device), (world.mesh, world.context)
+    for group in (None, *(group for mesh in meshes if mesh is not None for group in mesh.get_all_groups())):
+        dist.all_reduce(one, group=group)
+    one.item()
+    reduce_int(0, "max")  # one that ended meanwhile
 
 
 def copy_state() -> None:

@@ -220,7 +220,7 @@ class Job:
         """Validate, log and save, each if due, after training step number `step` (from 1) with metrics `row`."""
         t, last = self.cfg.trainer, step == self.total_steps
         self._restore_files()
-        in_place.confirm()
+        in_place.confirm(self.world)
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
         if self.copies:

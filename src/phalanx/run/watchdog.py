@@ -153,7 +153,7 @@ class Watch:
         """Whether ranks are lost without which this one goes on. wait: where NCCL's results may be arbitrary before a
         loss is noticed, until it would be.
         """
-        if self.sever is None:
+        if self.sever is None or self._closed.is_set():
             return False
         deadline = time.monotonic() + 5.5 * self.interval * (wait and torch.cuda.is_available())
         while not self.severed and self._lost_ranks(3 * self.interval) is None:

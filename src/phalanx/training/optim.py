@@ -177,7 +177,8 @@ class TrainState:
     """
 
     undoes = False
-    kept: tuple[int, list[Tensor]] | None = None  # updates, and local_parts, before the first one of the training step
+    kept: tuple[int, list[Tensor]] | None = None  # updates, and local_parts, before the training step changed any
+    changed = False  # whether it has
 
     def __init__(
         self,
@@ -208,35 +209,45 @@ class TrainState:
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
         """Take an optimizer step and update the EMA, see Optimizer.step; `loss` is this rank's sum over its passes."""
-        if self.undoes and not self.applied:
-            self.kept = self.updates, [tensor.clone() for tensor in self.local_parts()]
+        self.keep()
         stats = self.optimizer.step(loss)
         if stats["skipped"]:
             self.skipped += 1
             return stats
         self.applied += 1
+        self.changed = True
         if self.ema is not None:
             self.ema.after_update(self.optimizer.updates)
         return stats
+
+    def keep(self) -> None:
+        """Before a change: keep the state, if the training step can be undone and this is its first one."""
+        if self.undoes and self.kept is None:
+            self.kept = self.updates, [tensor.clone() for tensor in self.local_parts()]
+
+    def begin_step(self) -> None:
+        """A training step begins, to whose start `undo` returns."""
+        self.kept, self.changed = None, False
 
     def local_parts(self) -> list[Tensor]:
         """This rank's part of everything in `state`."""
         return list(map(local, tree_leaves(self.state())))
 
     def parts_before(self) -> list[Tensor]:
-        """Like `local_parts`, before the optimizer steps of this training step."""
+        """Like `local_parts`, before this training step."""
         return self.local_parts() if self.kept is None else self.kept[1]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Return to the state before the optimizer steps of this training step, of which there may be none yet."""
+        """Return to the state before this training step, which may not have changed it yet."""
         self.optimizer.drop_gradients()
-        if self.applied:
+        if self.changed:
             assert self.kept is not None, "no copy was made"
             self.model.sharded.reshard()
             for part, before in zip(self.local_parts(), self.kept[1], strict=True):
                 part.copy_(before)
             self.loaded(self.kept[0])
+        self.begin_step()
         self.applied = self.skipped = 0
 
     @property

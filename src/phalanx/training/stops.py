@@ -29,7 +29,7 @@ class Stops:
         """A training step begins."""
         self.before, self._checked = copy(self.progress), time.perf_counter()
         for state in self.states.values():
-            state.kept = None
+            state.begin_step()
 
     def check(self) -> None:
         """Between two micro-batches, on all ranks at once: raise Stopped if any rank has received a signal. The step is

@@ -305,6 +305,9 @@ class Updater:
     def follow(self, step: int) -> None:
         """Update the algorithm's averaged weights after training step number `step` (from 1)."""
         averages = self.state.averages
+        if averages:
+            self.state.keep()
+            self.state.changed = True
         # theta_old <- d theta_old + (1 - d) theta
         for name in self.algorithm.averages:
             averages[name].update(self.algorithm.decay(name, step))

@@ -191,6 +191,7 @@ class OneStepOffSchedule(Schedule):
             trained.add_weights(IN_FLIGHT, dict(zip(trained.parameters, values, strict=True)))
             self._next = step + 1
             self.order(Order(int(version), step, self._next), IN_FLIGHT)
+            trained.drop_weights(IN_FLIGHT)
 
     def collect(self, step: int, chunk: int) -> Collected:
         last = min(step + 2, self.total_steps)
@@ -216,7 +217,9 @@ class OneStepOffSchedule(Schedule):
         return self._saved.get(step) or super().held(step)
 
     def drawing(self, step: int) -> list[Tensor]:
-        return self._drawing.setdefault(step, self._sampling_parts(step))
+        if step not in self._drawing:
+            self._drawing[step] = self._sampling_parts(step)
+        return self._drawing[step]
 
     def _sampling_parts(self, version: int) -> list[Tensor]:
         """`version`, and copies of the weights that sample now."""
