@@ -38,8 +38,10 @@ def subject_of(name: str) -> Subject:
     return subject
 
 
-def train_row(subject: Subject, name: str, recipe: list[str], seed: int, label: str = "") -> None:
-    """Train a recipe unless its row exists, and write the row."""
+def train_row(
+    subject: Subject, name: str, recipe: list[str], seed: int, label: str = "", *, timed: bool = True
+) -> None:
+    """Train a recipe unless its row exists, and write the row. timed: its CPU seconds may be compared with others."""
     row = BOARD / subject.name / f"{slug(name)}-{seed}{label}"
     if (row / "result.json").is_file():
         return
@@ -47,7 +49,7 @@ def train_row(subject: Subject, name: str, recipe: list[str], seed: int, label: 
     output.mkdir(parents=True, exist_ok=True)
     result = trained(subject, output, name, recipe, seed, subject.steps)
     write_row(output / f"{slug(name)}-{seed}", row)
-    (row / "result.json").write_text(json.dumps(result) + "\n")
+    (row / "result.json").write_text(json.dumps(result | {"timed": timed}) + "\n")
 
 
 def read_rows(subject: Subject) -> dict[str, list[Run]]:
@@ -154,9 +156,10 @@ def head(subject: Subject, rows: dict[str, list[Run]]) -> str:
 
 def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str]]:
     """By recipe its name, and held-out scores at equal samples and at equal CPU seconds, each with the difference from
-    the first recipe; * marks those that ended before so many seconds.
+    the first recipe; * marks those that ended before so many seconds. Nothing stands for seconds that do not count.
     """
     first, key, seconds = next(iter(rows)), (subject.compared or tuple(subject.spreads))[0], until(rows)
+    timed = all(run.get("timed", True) for runs in rows.values() for run in runs)
     for runs in rows.values():
         for run in runs:
             run["after"]["early"] = value_at(run["curve"], least_seconds(runs), seconds)
@@ -169,6 +172,7 @@ def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str
             shown = str(replace(apart, prompts=None)).removesuffix(" ≈").replace(" ± ", "±")
             cells.append("" if name == first else shown + " ≈" * (not apart.told_apart))
         cells[3] += "*" * (least_seconds(runs)[-1] < seconds)
+        cells[3:] = cells[3:] if timed else ["", ""]
         table[name] = cells
     return table
 
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", help="recipes of the comparison (its first)")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--label", default="", help="the end of new rows' names, such as -epyc")
+    parser.add_argument("--untimed", action="store_true", help="other work runs beside, so that seconds do not count")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each on one CPU core (2)")
     args = parser.parse_args()
     if args.comparison:
@@ -191,7 +196,11 @@ def main() -> None:
             parser.error(f"unknown recipe {unknown[0]!r}; known: {', '.join(recipes)}")
         with ThreadPoolExecutor(args.jobs) as pool:
             runs = product(args.seeds, names)
-            jobs = [pool.submit(train_row, subject, name, recipes[name], seed, args.label) for seed, name in runs]
+            timed = not args.untimed
+            jobs = [
+                pool.submit(train_row, subject, name, recipes[name], seed, args.label, timed=timed)
+                for seed, name in runs
+            ]
             for job in jobs:
                 job.result()
     insert(PAGE, "recipes", [line for name in TITLES for line in without_digests(subject_of(name))])
