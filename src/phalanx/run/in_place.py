@@ -230,7 +230,7 @@ def confirm(world: World) -> None:
     """On GPUs raise an error if a group was aborted in this step, since NCCL's collectives of it raise none and leave
     arbitrary results. All ranks call this together.
     """
-    if generation is None or world.device.type != "cuda":
+    if world.device.type != "cuda":
         return
     one, meshes = torch.ones(1, device=world.device), (world.mesh, world.context)
     for group in (None, *(group for mesh in meshes if mesh is not None for group in mesh.get_all_groups())):

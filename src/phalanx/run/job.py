@@ -80,7 +80,7 @@ class Job:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.stops = Stops(world, self.states, self.progress, timers)
         several = sum(state.optimizer.total_updates for state in self.states.values()) > total_steps
-        goes_on = in_place.generation is not None
+        self.goes_on = goes_on = in_place.generation is not None
         self.copies = copies_to_peers(cfg.trainer.peer_copy, self.states.values(), world, in_place=goes_on)
         for state in self.states.values():
             undoes = state.model.lora or self.copies if cfg.trainer.undo_steps is None else cfg.trainer.undo_steps
@@ -126,9 +126,8 @@ class Job:
         """Describe the ranks and the trained models in one line."""
         w, models = self.world, []
         for state in self.policies.values():
-            trained = sum(p.numel() for p in state.model.parameters.values())
-            total = count_weights(state.model.module.parameters())
-            kind = type(state.model.module).__name__
+            model, kind = state.model, type(state.model.module).__name__
+            trained, total = sum(p.numel() for p in model.parameters.values()), count_weights(model.module.parameters())
             models.append(f"{kind}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained")
         shared = f", each sample on {w.context_size}" if w.context_size > 1 else ""
         return (
@@ -220,7 +219,8 @@ class Job:
         """Validate, log and save, each if due, after training step number `step` (from 1) with metrics `row`."""
         t, last = self.cfg.trainer, step == self.total_steps
         self._restore_files()
-        in_place.confirm(self.world)
+        if self.goes_on:
+            in_place.confirm(self.world)
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
         if self.copies:
