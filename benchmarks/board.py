@@ -6,9 +6,10 @@
 The first argument is a comparison: learn, learn_lm, learn_bd or learn_tools; the others are recipes of its YAML file.
 Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>, with --label another name
 for those of another processor: configuration, versions, processor, digests of the files that it read, metrics, digests
-of the final weights, and the curve over samples and CPU seconds. The tables of docs/leaderboard.md are made from all
-rows: one for each processor, since neither bits nor CPU seconds are those of another one. Until each recipe of a
-comparison has rows, a table of its results follows.
+of the final weights, and the curve over samples and CPU seconds. The teacher of a recipe is the model of the first
+recipe with seed 0, which stands beside the rows. The tables of docs/leaderboard.md are made from all rows: one for each
+processor, since neither bits nor CPU seconds are those of another one. Until each recipe of a comparison has rows, a
+table of its results follows.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import yaml
-from learning import ROOT, Run, Subject, difference, insert, slug, trained, with_interval
+from learning import ROOT, Run, Subject, difference, insert, slug, task, trained, with_interval
 
 from phalanx.run.provenance import read_provenance
 from phalanx.tools.reproduce.rows import write_row
@@ -33,9 +34,26 @@ SEEDS = [0, 1, 2, 3, 4]
 
 
 def subject_of(name: str) -> Subject:
-    """The comparison of a benchmark's module."""
+    """The comparison of a benchmark's module, with the board's teacher."""
     subject: Subject = importlib.import_module(name).SUBJECT
-    return subject
+    return replace(subject, paths=subject.paths | {"teacher": lambda output: shipped_teacher(subject, output)})
+
+
+def shipped_teacher(subject: Subject, output: Path) -> Path:
+    """The folder of the model that the first recipe with seed 0 gave, which is trained if it is missing."""
+    folder = BOARD / subject.name / "teacher"
+    if not folder.is_dir():
+        name, recipe = next(iter(read_recipes(subject).items()))
+        trained(subject, output, name, recipe, 0, subject.steps)
+        export = [f"checkpoint={output / f'{slug(name)}-0'}", f"output_dir={folder}"]
+        task("export_checkpoint", export, output / "teacher.log")
+    return folder
+
+
+def read_recipes(subject: Subject) -> dict[str, list[str]]:
+    """The recipes of a comparison by name."""
+    recipes: dict[str, list[str]] = yaml.safe_load((ROOT / "benchmarks" / f"{subject.name}.yaml").read_text())
+    return recipes
 
 
 def train_row(
@@ -55,8 +73,7 @@ def train_row(
 def read_rows(subject: Subject) -> dict[str, list[Run]]:
     """The results of a comparison's rows by recipe, each with its `row`, in the order of the recipes and seeds."""
     rows: dict[str, list[Run]] = {}
-    recipes = yaml.safe_load((ROOT / "benchmarks" / f"{subject.name}.yaml").read_text())
-    for name in recipes:
+    for name in read_recipes(subject):
         for file in sorted((BOARD / subject.name).glob(f"{slug(name)}-*/result.json")):
             result = json.loads(file.read_text())
             if result["name"] == name:
@@ -121,11 +138,16 @@ def table(subject: Subject, rows: dict[str, list[Run]]) -> list[str]:
     place = (
         f"{TITLES[subject.name]}: `{subject.config}`, `benchmarks/{subject.name}.yaml`, {subject.ranks} rank, source"
     )
-    lines = [f"{place} {sources}", "", f"{head(subject, rows)}seeds|digests|", "|---|---|---|---|---|---|---|"]
+    lines = [f"{place} {sources}", "", *divided([*head(subject, rows), "seeds", "digests"])]
     for name, cells in compared(subject, rows).items():
         digests = "<br>".join(f"`{digest_row(run['row'])}`" for run in rows[name])
         lines.append(f"|{'|'.join(cells)}|{len(rows[name])}|{digests}|")
     return [*lines, ""]
+
+
+def divided(columns: list[str]) -> list[str]:
+    """The first two lines of a table."""
+    return [f"|{'|'.join(columns)}|", f"|{'---|' * len(columns)}"]
 
 
 def without_digests(subject: Subject) -> list[str]:
@@ -139,7 +161,7 @@ def without_digests(subject: Subject) -> list[str]:
         return []
     title = f"### {TITLES[subject.name]}"
     lines = [f"|{'|'.join(cells)}|" for cells in compared(subject, rows).values()]
-    return [title, "", head(subject, rows), "|---|---|---|---|---|", *lines, ""]
+    return [title, "", *divided(head(subject, rows)), *lines, ""]
 
 
 def until(rows: dict[str, list[Run]]) -> float:
@@ -147,34 +169,43 @@ def until(rows: dict[str, list[Run]]) -> float:
     return least_seconds(next(iter(rows.values())))[-1]
 
 
-def head(subject: Subject, rows: dict[str, list[Run]]) -> str:
-    """The first line of a table."""
+def timed(rows: dict[str, list[Run]]) -> bool:
+    """Whether nothing ran beside these runs, so that their CPU seconds can be compared."""
+    return all(run.get("timed", True) for runs in rows.values() for run in runs)
+
+
+def head(subject: Subject, rows: dict[str, list[Run]]) -> list[str]:
+    """The columns of what `compared` returns."""
     steps = next(iter(rows.values()))[0]["steps"]
     samples = f"{subject.scale}, {steps * subject.samples} {subject.noun}"
-    return f"|recipe|{samples}|difference from `{next(iter(rows))}`|at {until(rows):.0f} CPU seconds|difference|"
+    columns = ["recipe", samples, f"difference from `{next(iter(rows))}`"]
+    return [*columns, f"at {until(rows):.0f} CPU seconds", "difference"] if timed(rows) else columns
 
 
 def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str]]:
-    """By recipe its name, and held-out scores at equal samples and at equal CPU seconds, each with the difference from
-    the first recipe; * marks those that ended before so many seconds. Nothing stands for seconds that do not count.
+    """By recipe its name, and held-out scores at equal samples and, if they are timed, at equal CPU seconds, each with
+    the difference from the first recipe; * marks those that ended before so many seconds.
     """
-    first, key, seconds = next(iter(rows)), (subject.compared or tuple(subject.spreads))[0], until(rows)
-    timed = all(run.get("timed", True) for runs in rows.values() for run in runs)
-    for runs in rows.values():
-        for run in runs:
-            run["after"]["early"] = value_at(run["curve"], least_seconds(runs), seconds)
+    first, seconds = next(iter(rows)), until(rows)
+    key = (subject.compared or tuple(subject.spreads))[0]
     table = {}
     for name, runs in rows.items():
-        cells = [f"`{name}`"]
-        for column in (key, "early"):
-            cells.append(with_interval([run["after"][column] for run in runs]).replace(" ± ", "±"))
-            apart = difference(runs, rows[first], column, scored=column == key)
-            shown = str(replace(apart, prompts=None)).removesuffix(" ≈").replace(" ± ", "±")
-            cells.append("" if name == first else shown + " ≈" * (not apart.told_apart))
-        cells[3] += "*" * (least_seconds(runs)[-1] < seconds)
-        cells[3:] = cells[3:] if timed else ["", ""]
-        table[name] = cells
+        table[name] = [f"`{name}`", *against(runs, rows[first], key, scored=True)]
+        if timed(rows):
+            after = least_seconds(runs)
+            for run in runs:  # those of the first recipe come first
+                run["after"]["early"] = value_at(run["curve"], after, seconds)
+            score, apart = against(runs, rows[first], "early", scored=False)
+            table[name] += [score + "*" * (after[-1] < seconds), apart]
     return table
+
+
+def against(runs: list[Run], first: list[Run], key: str, *, scored: bool) -> list[str]:
+    """The mean of a score with its interval, and the difference from the first recipe, empty for that one."""
+    apart = difference(runs, first, key, scored=scored)
+    shown = str(replace(apart, prompts=None)).removesuffix(" ≈").replace(" ± ", "±") + " ≈" * (not apart.told_apart)
+    score = with_interval([run["after"][key] for run in runs]).replace(" ± ", "±")
+    return [score, "" if runs is first else shown]
 
 
 def main() -> None:
@@ -189,7 +220,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.comparison:
         subject = subject_of(args.comparison)
-        recipes = yaml.safe_load((ROOT / "benchmarks" / f"{subject.name}.yaml").read_text())
+        recipes = read_recipes(subject)
         names = args.recipes or list(recipes)[:1]
         unknown = sorted(set(names) - set(recipes))
         if unknown:
