@@ -12,6 +12,7 @@ which is trained first.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -107,7 +108,8 @@ def tesseract(images: np.ndarray[Any, Any]) -> list[str]:
     file = Path(folder.name) / "pages.tif"
     pages[0].save(file, save_all=True, append_images=pages[1:])
     command = ["tesseract", str(file), "stdout", "--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    one_thread = os.environ | {"OMP_THREAD_LIMIT": "1"}  # its own wait for each other, on a busy machine for minutes
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread).stdout
     folder.cleanup()
     texts = out.split("\f")[: len(pages)]
     assert len(texts) == len(pages), (len(texts), len(pages))
