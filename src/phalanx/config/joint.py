@@ -20,7 +20,7 @@ from phalanx.config.lm import (
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import COUNT, expect, some_of
-from phalanx.config.run import ALGORITHM, AlgorithmConfig, RLConfig
+from phalanx.config.run import ALGORITHM, AlgorithmConfig, RLConfig, RunConfig
 from phalanx.config.section import copy_with
 from phalanx.config.templates import WIDEST, too_wide
 from phalanx.config.trained_model import FlowModelConfig, LMModelConfig
@@ -179,6 +179,9 @@ class JointConfig:
             train_batch_size="data.train_batch_size x (writer.rollout.n + rewrite.keep_originals)",
         )
         return FlowRLConfig(data=data, **vars(self.painter), **self._shared_sections())
+
+
+JobConfig = RunConfig | JointConfig  # of a training job
 
 
 def frozen(config: Any) -> Any:

@@ -49,7 +49,7 @@ def build(schema: type[T], user: DictConfig) -> T:
         named = _with_named_sections(schema, user)
         given: Any = OmegaConf.to_container(user)
         move_keys(named, given)
-        check_keys(named, given, lambda: [row.key for row in rows(named)], hints_of)
+        check_keys(named, given, lambda: [row.key for row in rows(named)])
         # values are converted before others refer to them
         converted = validated(named, _given_values(named, given, interpolated=False))
         config = OmegaConf.merge(_defaults(named), converted, _given_values(named, given, interpolated=True))
