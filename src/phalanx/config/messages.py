@@ -132,8 +132,21 @@ def bare(hint: Any) -> Any:
     return choices[0] if len(choices) < len(get_args(hint)) else hint
 
 
+def check_divides(key: str, number: int, count: int, what: str) -> None:
+    """Raise ConfigError unless the value of `key` divides `count`, which `what` has in place of {}."""
+    if count % number:
+        near = near_divisors(count, number)
+        raise ConfigError(f"{key}: {number} does not divide {what.format(count)}; nearest that does: {near}")
+
+
 def near_divisors(count: int, number: int) -> str:
     """The divisors of `count` next below and above a number that does not divide it: "2 or 4", or just one."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     near = [*[n for n in divisors if n < number][-1:], *[n for n in divisors if n > number][:1]]
     return " or ".join(map(str, near))
+
+
+def near_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` next below and above a number that is none, such as "4 or 6"."""
+    below = max(number // unit, 1) * unit
+    return f"{below} or {below + unit}"
