@@ -4,7 +4,8 @@ import difflib
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -29,6 +30,15 @@ class UnknownKeys(ConfigError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
+
+
+@contextmanager
+def told_as(kind: type[Exception], before: str = "", of: type[Exception] = ValueError) -> Iterator[None]:
+    """Raise errors `of` this class in the block as errors of another `kind`, with words `before` their line."""
+    try:
+        yield
+    except of as error:
+        raise kind(f"{before}{error}") from error
 
 
 TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}

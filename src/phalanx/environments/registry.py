@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.config.arguments import check_arguments
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.messages import ConfigError, cut, nearest, place, reason
+from phalanx.config.messages import ConfigError, cut, nearest, place, reason, told_as
 from phalanx.config.registry import built_in, known_modules, object_forms, resolve_object
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
@@ -123,7 +123,8 @@ def _kind_of(
     if "step" in hooks and extra:
         raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
     if ":" not in path:
-        _make_instance(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
+        with told_as(ConfigError, f"{kwargs_key}: {label}: "):
+            factory(**kwargs)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
     return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
 
@@ -159,21 +160,14 @@ def _built_in(name: str, key: str) -> Any:
     return built_in(BUILT_IN, name)
 
 
-def _make_instance(factory: type, kwargs: dict[str, Any], key: str) -> Any:
-    """An instance of a built-in class."""
-    try:
-        return factory(**kwargs)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {factory.__name__}: {error}") from None
-
-
 def _stateless_tools(path: str, key: str) -> dict[str, Tool]:
     """The tools of an entry of environment.tools."""
     if ":" not in path:
         factory = _built_in(path, key)
         if any(getattr_static(factory, hook, None) for hook in HOOKS):
             raise ConfigError(f"{key}={path!r} is an environment; give it as environment.path")
-        instance = _make_instance(factory, {}, key)
+        with told_as(ConfigError, f"{key}: {factory.__name__}: "):
+            instance = factory()
         functions = [getattr(instance, name) for name in _public_methods(factory)]
         return {function.__name__: function_tool(function, key) for function in functions}
     with _foreign_errors(path, key):
