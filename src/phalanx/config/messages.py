@@ -41,6 +41,20 @@ def told_as(kind: type[Exception], before: str = "", of: type[Exception] = Value
         raise kind(f"{before}{error}") from error
 
 
+@contextmanager
+def users_code(before: str, end: str = "", kind: type[Exception] = ConfigError) -> Iterator[None]:
+    """Raise whatever the user's code raises in the block as an error of this `kind`, other than one of that kind:
+    `before`, its class and message, `end`, and the line of the code.
+    """
+    try:
+        yield
+    except kind:
+        raise
+    except (Exception, SystemExit) as error:
+        where = "" if isinstance(error, SystemExit) else place(error)  # `reason` has its line
+        raise kind(f"{before} {reason(error)}{end}{where}") from error
+
+
 TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 PLURALS = {int: "integers", float: "numbers", str: "strings"}
 
