@@ -33,12 +33,16 @@ class UnknownKeys(ConfigError):
 
 
 @contextmanager
-def told_as(kind: type[Exception], before: str = "", of: type[Exception] = ValueError) -> Iterator[None]:
-    """Raise errors `of` this class in the block as errors of another `kind`, with words `before` their line."""
+def told_as(
+    kind: type[Exception], before: str = "", of: type[Exception] = ValueError, key: tuple[str, str] = ("", "")
+) -> Iterator[None]:
+    """Raise errors `of` this class in the block as errors of another `kind`, with words `before` their line. key: one
+    that the line has, and its name for the user.
+    """
     try:
         yield
     except of as error:
-        raise kind(f"{before}{error}") from error
+        raise kind(f"{before}{str(error).replace(*key)}") from error
 
 
 @contextmanager

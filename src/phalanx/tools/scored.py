@@ -74,12 +74,10 @@ class Sampling:
 
     def build(self) -> None:
         """Load the model and the rewards. Raises ValueError for the user's mistakes."""
-        try:
+        with told_as(ValueError, key=("model.path: ", f"{self.key}: ")):
             before = None if self.before is None else self.before.rewards
             self.parts = build_parts(self.candidate, self.world, self.sets, before)
             self.rewards = self.parts.rewards
-        except ValueError as error:
-            raise ValueError(str(error).replace("model.path: ", f"{self.key}: ")) from error
 
     def run(self) -> None:
         """Sample and score the chunks that the folder lacks."""
