@@ -6,6 +6,7 @@ always started in the same way and train.sh's environment variables keep their m
 
 import ast
 import difflib
+import importlib
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -43,14 +44,20 @@ List the shipped configurations, or print the one called NAME, such as flowgrpo/
 
 @dataclass(frozen=True)
 class Command:
-    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *."""
+    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *. A
+    command without a task is the function `main` of a module, which takes its name too if it is `named`.
+    """
 
     help: str
     task: str | None = None
     options: tuple[str, ...] = ()  # passed to the task after the user's arguments
     one_rank: bool = False
+    module: str | None = None
+    named: bool = False
 
 
+RUNS: dict[str, Any] = {"module": "board.runs", "named": True}
+RERUN: dict[str, Any] = {"module": "reproduce.rerun", "named": True}
 COMMANDS = {
     "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
     "plan": Command("count what a training job needs on a cluster, without training", "train_*", ("--plan",)),
@@ -64,15 +71,18 @@ COMMANDS = {
     ),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
     "prepare": Command("make training data for a language model", "prepare_data", one_rank=True),
-    "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR"),
-    "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR"),
-    "runs": Command("list the runs below a folder, with their machines, progress and status"),
-    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]"),
-    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR"),
-    "diff": Command("say where two runs differ first: phalanx diff RUN RUN"),
-    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN"),
-    "verify": Command("train it again and say whether the results are equal: phalanx verify RUN"),
-    "convert": Command("convert a script or configuration of verl, TRL and others: phalanx convert FILE > config.yaml"),
+    "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR", module="board.report"),
+    "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR", module="board.watch"),
+    "runs": Command("list the runs below a folder, with their machines, progress and status", **RUNS),
+    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]", **RUNS),
+    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR", **RUNS),
+    "diff": Command("say where two runs differ first: phalanx diff RUN RUN", module="reproduce.differences"),
+    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN", **RERUN),
+    "verify": Command("train it again and say whether the results are equal: phalanx verify RUN", **RERUN),
+    "convert": Command(
+        "convert a script or configuration of verl, TRL and others: phalanx convert FILE > config.yaml",
+        module="convert",
+    ),
     "configs": Command("list the shipped configurations, or print the one called NAME"),
 }
 
@@ -106,30 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show(_tasks_help(given.command, command))
     if given.command == "configs" and wants_help:
         return show(CONFIGS_HELP)
-    if given.command == "report":
-        from phalanx.tools.board.report import main as report
-
-        return report(words)
-    if given.command == "watch":
-        from phalanx.tools.board.watch import main as watch
-
-        return watch(words)
-    if given.command in ("runs", "logs", "stop"):
-        from phalanx.tools.board.runs import main as manage
-
-        return manage(given.command, words)
-    if given.command == "diff":
-        from phalanx.tools.reproduce.differences import main as compare
-
-        return compare(words)
-    if given.command == "convert":
-        from phalanx.tools.convert import main as convert
-
-        return convert(words)
-    if given.command in ("rerun", "verify"):
-        from phalanx.tools.reproduce.rerun import main as repeat
-
-        return repeat(given.command, words)
+    if command.module is not None:
+        run = importlib.import_module(f"phalanx.tools.{command.module}").main
+        return int(run(given.command, words) if command.named else run(words))
     try:
         if command.task is None:
             return show(_list_configs(words))

@@ -182,7 +182,10 @@ class TestOwn:
         (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
         with pytest.raises(ConfigError) as error:
             start(tmp_path, "console", f"{file}:Lines", f"{file}:Unstarted")
-        assert str(error.value) == f"trainer.logger: {file}:Unstarted could not start: RuntimeError: no start"
+        assert (
+            str(error.value)
+            == f"trainer.logger: {file}:Unstarted could not start: RuntimeError: no start, at {file}:39"
+        )
         assert (tmp_path / "own.txt").read_text() == "open None 0 4 3\nclose True\n"
         assert rows(tmp_path) == [{"step": 9}]
         assert capsys.readouterr() == ("", "")

@@ -1,12 +1,10 @@
 """The learning algorithms, one file each, and base classes for new ones."""
 
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx import types
 from phalanx.algorithms._bases import (
@@ -19,7 +17,7 @@ from phalanx.algorithms._bases import (
 )
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig
 from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
-from phalanx.config.messages import ConfigError, reason
+from phalanx.config.messages import ConfigError, users_code
 from phalanx.config.registry import resolve_registry
 
 __all__ = [
@@ -74,20 +72,15 @@ def _check_facts(algorithm: types.Algorithm, name: str) -> None:
         raise ConfigError(f"{here}: behaviour is {algorithm.behaviour!r}, which is not one of its averages")
     reward, group_id = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0]), torch.arange(8) // 4
 
-    def tried(method: str, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        try:
-            return call(reward, group_id)
-        except Exception as error:  # user code may raise anything
-            raise ConfigError(f"{here}: {method} raised {reason(error)}") from error
-
-    for method, call in (("advantage", algorithm.advantage), ("sample_mask", algorithm.sample_mask)):
-        shape = list(tried(method, call).shape)
-        if shape != [8]:
+    calls = {"advantage": algorithm.advantage, "sample_mask": algorithm.sample_mask, "units": algorithm.units}
+    for method, call in calls.items():
+        with users_code(f"{here}: {method} raised"):
+            shape = list(call(reward, group_id).shape)
+        if method != "units" and shape != [8]:
             raise ConfigError(f"{here}: {method} of 8 rewards has shape {shape}; expected [8]")
-    units = tried("units", algorithm.units)
-    expected = (8 if algorithm.samples_per_unit == 1 else 2, algorithm.samples_per_unit or 4)
-    if tuple(units.shape) != expected:
+    expected = [8 if algorithm.samples_per_unit == 1 else 2, algorithm.samples_per_unit or 4]
+    if shape != expected:
         raise ConfigError(
             f"{here}: samples_per_unit is {algorithm.samples_per_unit}, and units of 2 prompts x 4 samples has shape "
-            f"{list(units.shape)}; expected {list(expected)}"
+            f"{shape}; expected {expected}"
         )

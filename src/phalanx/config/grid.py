@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from phalanx.config.messages import ConfigError, cut
+from phalanx.config.messages import ConfigError, cut, told_as
 
 T = TypeVar("T")
 # Keys that a sweep may list: sections, or single keys. All others belong to the base, or to the sweep as a whole.
@@ -36,10 +36,8 @@ def runs_of(config: Any, load: Callable[[list[str]], T]) -> dict[str, T]:
         raise ConfigError(f"sweep: {count} combinations; expected at most {MOST}")
     for point in itertools.product(*lists.values()):
         words = [f"{key}={json.dumps(value)}" for key, value in zip(lists, point, strict=True)]
-        try:
+        with told_as(ConfigError, f"sweep: {' '.join(words)}: ", ConfigError):
             name = ",".join(_parts(load(words), lists))
-        except ConfigError as error:
-            raise ConfigError(f"sweep: {' '.join(words)}: {error}") from error
         if name in runs:
             raise ConfigError(f"sweep: two runs are named {cut(name)}; expected different values")
         words.append(f"trainer.output_dir={json.dumps(f'{trainer.output_dir}/{name}')}")

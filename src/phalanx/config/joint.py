@@ -1,7 +1,6 @@
 """Keys of joint runs: a language model rewrites prompts and a flow model draws them, both under one reward."""
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
@@ -20,9 +19,9 @@ from phalanx.config.lm import (
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import COUNT, expect, some_of
-from phalanx.config.run import ALGORITHM, AlgorithmConfig, RLConfig
+from phalanx.config.run import ALGORITHM, AlgorithmConfig, RLConfig, RunConfig
 from phalanx.config.section import copy_with
-from phalanx.config.templates import WIDEST, too_wide
+from phalanx.config.templates import WIDEST, has_fields
 from phalanx.config.trained_model import FlowModelConfig, LMModelConfig
 
 WRITER, PAINTER = POLICIES = ("writer", "painter")
@@ -72,13 +71,6 @@ def _expected_pattern(text: str) -> str | None:
     return reason and f"a pattern such as '<prompt>(.*?)</prompt>' ({reason})"
 
 
-def _fills_once(text: str) -> bool:
-    """Whether `str.format` fills exactly one place of the text, and not up to an absurd width."""
-    with suppress(IndexError, KeyError, ValueError):
-        return too_wide(text) is None and min(text.format(mark).count(mark) == 1 for mark in ("\0first", "\0second"))
-    return False
-
-
 @dataclass
 class RewriteConfig:
     """Conversion of the writer's response into the painter's prompt."""
@@ -93,7 +85,7 @@ class RewriteConfig:
         "{}",
         "text that the painter receives, with {} in place of the rewritten prompt",
         valid=expect(
-            f"a text with {{}} once, for the rewritten prompt, filled up to at most {WIDEST} characters", _fills_once
+            f"a text with {{}} once, for the rewritten prompt, filled up to at most {WIDEST} characters", has_fields
         ),
     )
     keep_originals: int = arg(
@@ -179,6 +171,9 @@ class JointConfig:
             train_batch_size="data.train_batch_size x (writer.rollout.n + rewrite.keep_originals)",
         )
         return FlowRLConfig(data=data, **vars(self.painter), **self._shared_sections())
+
+
+JobConfig = RunConfig | JointConfig  # of a training job
 
 
 def frozen(config: Any) -> Any:

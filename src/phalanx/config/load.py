@@ -24,7 +24,7 @@ from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
 from phalanx.config.unknown_keys import check_keys
-from phalanx.config.validate import hints_of, validated
+from phalanx.config.validate import hints_of, is_section, validated
 
 T = TypeVar("T")
 USAGE = "usage: sh train.sh tasks/<task>.py (or phalanx <command>) [config.yaml] [key=value ...]"
@@ -49,7 +49,7 @@ def build(schema: type[T], user: DictConfig) -> T:
         named = _with_named_sections(schema, user)
         given: Any = OmegaConf.to_container(user)
         move_keys(named, given)
-        check_keys(named, given, lambda: [row.key for row in rows(named)], hints_of)
+        check_keys(named, given, lambda: [row.key for row in rows(named)])
         # values are converted before others refer to them
         converted = validated(named, _given_values(named, given, interpolated=False))
         config = OmegaConf.merge(_defaults(named), converted, _given_values(named, given, interpolated=True))
@@ -79,9 +79,9 @@ def _user_values(schema: type, path: str | None, overrides: list[str]) -> DictCo
     """The values that the user sets: those of the file, then the overrides in their order."""
     file = read(path) if path is not None else OmegaConf.create({})
     user = override(file, overrides)
-    for section in _named_sections(schema):
+    for section, default in _named_sections(schema).items():
         # Keys of the file's algorithm do not apply to another one, which starts from its own defaults.
-        given, default = OmegaConf.select(file, section), _section(schema, section)
+        given = OmegaConf.select(file, section)
         if given is not None and _chosen_name(default, given) != _chosen_name(default, OmegaConf.select(user, section)):
             del given._get_parent()[given._key()]
             user = override(file, overrides)
@@ -91,34 +91,27 @@ def _user_values(schema: type, path: str | None, overrides: list[str]) -> DictCo
 # --- reading a schema
 
 
-def _named_sections(schema: Any) -> dict[str, str]:
-    """Sections whose keys depend on a name (`algorithm`, `writer.algorithm`), with the packages of their modules."""
+def _named_sections(schema: Any) -> dict[str, Any]:
+    """Sections whose keys depend on a name (`algorithm`, `writer.algorithm`), with their classes."""
     sections, hints = {}, hints_of(schema)
     for f in fields(schema):
         if "registry" in f.metadata:
-            sections[f.name] = f.metadata["registry"]
+            sections[f.name] = hints[f.name]
         elif is_dataclass(hints[f.name]):
-            sections |= {f"{f.name}.{key}": package for key, package in _named_sections(hints[f.name]).items()}
+            sections |= {f"{f.name}.{key}": kind for key, kind in _named_sections(hints[f.name]).items()}
     return sections
-
-
-def _section(schema: Any, key: str) -> Any:
-    """The class of the section with this dotted key."""
-    for name in key.split("."):
-        schema = hints_of(schema)[name]
-    return schema
 
 
 def _defaults(schema: Any) -> DictConfig:
     """The defaults of a schema, with the algorithm's DEFAULTS for other sections applied."""
     base = OmegaConf.structured(schema)
-    for section in _named_sections(schema):
+    for section, kind in _named_sections(schema).items():
         before, dot, _ = section.rpartition(".")
-        for key, default in _section(schema, section).DEFAULTS.items():
+        for key, default in kind.DEFAULTS.items():
             try:
                 OmegaConf.update(base, f"{before}{dot}{key}", default)
             except OmegaConfBaseException:
-                name = _section(schema, section).__module__.rpartition(".")[2]
+                name = kind.__module__.rpartition(".")[2]
                 raise ConfigError(f"{section}.name: {name} is for jobs with {key}, and this one has none") from None
     return base
 
@@ -146,8 +139,8 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
             if isinstance(above, DictConfig | None) and isinstance(given, DictConfig | None):
                 OmegaConf.update(user, f"{key}.name", name)  # the job's default may differ from the class's
             sections.append((f.name, config))
-        elif is_dataclass(hint) and _named_sections(hint):
-            sections.append((f.name, _with_named_sections(_section(schema, f.name), user, f"{key}.")))
+        elif is_section(hint) and _named_sections(hint):
+            sections.append((f.name, _with_named_sections(hint, user, f"{key}.")))
     return _derived_schema(schema, *sections) if sections else schema
 
 

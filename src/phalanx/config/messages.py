@@ -4,7 +4,8 @@ import difflib
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -29,6 +30,33 @@ class UnknownKeys(ConfigError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
+
+
+@contextmanager
+def told_as(
+    kind: type[Exception], before: str = "", of: type[Exception] = ValueError, key: tuple[str, str] = ("", "")
+) -> Iterator[None]:
+    """Raise errors `of` this class in the block as errors of another `kind`, with words `before` their line. key: one
+    that the line has, and its name for the user.
+    """
+    try:
+        yield
+    except of as error:
+        raise kind(f"{before}{str(error).replace(*key)}") from error
+
+
+@contextmanager
+def users_code(before: str, end: str = "", kind: type[Exception] = ConfigError) -> Iterator[None]:
+    """Raise whatever the user's code raises in the block as an error of this `kind`, other than one of that kind:
+    `before`, its class and message, `end`, and the line of the code.
+    """
+    try:
+        yield
+    except kind:
+        raise
+    except (Exception, SystemExit) as error:
+        where = "" if isinstance(error, SystemExit) else place(error)  # `reason` has its line
+        raise kind(f"{before} {reason(error)}{end}{where}") from error
 
 
 TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -132,8 +160,21 @@ def bare(hint: Any) -> Any:
     return choices[0] if len(choices) < len(get_args(hint)) else hint
 
 
+def check_divides(key: str, number: int, count: int, what: str) -> None:
+    """Raise ConfigError unless the value of `key` divides `count`, which `what` has in place of {}."""
+    if count % number:
+        near = near_divisors(count, number)
+        raise ConfigError(f"{key}: {number} does not divide {what.format(count)}; nearest that does: {near}")
+
+
 def near_divisors(count: int, number: int) -> str:
     """The divisors of `count` next below and above a number that does not divide it: "2 or 4", or just one."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     near = [*[n for n in divisors if n < number][-1:], *[n for n in divisors if n > number][:1]]
     return " or ".join(map(str, near))
+
+
+def near_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` next below and above a number that is none, such as "4 or 6"."""
+    below = max(number // unit, 1) * unit
+    return f"{below} or {below + unit}"

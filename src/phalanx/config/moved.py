@@ -24,21 +24,15 @@ def move_keys(schema: Any, values: dict[str, Any]) -> None:
     for old, (section, name) in MOVED.items():
         for prefix in ("", "writer."):
             *above, leaf = f"{prefix}{old}".split(".")
-            kind: Any = schema
-            beside: Any = values
+            hints, beside = hints_of(schema), values
             for part in above:
+                kind, inner = hints.get(part), beside.get(part)
                 hints = hints_of(kind) if is_section(kind) else {}
-                kind = hints.get(part)
-                beside = beside.get(part) if isinstance(beside, dict) else None
-            if (
-                not is_section(kind)
-                or section not in hints_of(kind)
-                or not isinstance(beside, dict)
-                or leaf not in beside
-            ):
+                beside = inner if isinstance(inner, dict) else {}
+            if section not in hints or leaf not in beside:
                 continue
             value, new = beside.pop(leaf), ".".join((*above, section, name))
-            default = next(f.default for f in fields(bare(hints_of(kind)[section])) if f.name == name)
+            default = next(f.default for f in fields(bare(hints[section])) if f.name == name)
             if beside.get(section) in (None, False):
                 beside[section] = None
                 if value != default:

@@ -5,7 +5,7 @@ before torch is imported or a process group or model is created. Key names follo
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional, Protocol
+from typing import Any, ClassVar, Optional
 
 from phalanx.config.choices import READ, REFERENCE, REWARDS, WINDOW
 from phalanx.config.engine_facts import EngineFacts, EngineMemory
@@ -258,19 +258,6 @@ class TrainerConfig:
         each={"ge": 1},
     )
     deterministic: bool = arg(False, "use torch.use_deterministic_algorithms: bitwise reproducible, but slower on GPUs")
-
-
-class JobConfig(Protocol):
-    """Sections that all models of a job share: see phalanx.run.job."""
-
-    @property
-    def parallel(self) -> ParallelConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def reward(self) -> RewardConfig: ...
-    @property
-    def trainer(self) -> TrainerConfig: ...
 
 
 @dataclass

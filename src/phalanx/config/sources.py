@@ -168,11 +168,10 @@ def changed(before: Path, config: Any) -> list[str]:
     """Keys whose values differ from those of a saved configuration, with both values if these are short. Of `trainer`,
     only the seed is compared. Raises ConfigError for a file that cannot be read.
     """
-    # written and read as YAML, like the saved one, because a number may be read back with a different type
-    plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
     saved: Any = OmegaConf.to_container(read(str(before)))
     move_keys(type(config), saved)
-    now: Any = OmegaConf.to_container(plain)
+    # written and read as YAML, like the saved one, because a number may be read back with a different type
+    now: Any = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config)))))
     return sorted(_changed_values(saved, now, config))
 
 

@@ -21,9 +21,11 @@ def too_wide(template: str) -> str | None:
 
 
 def has_fields(template: str, *names: str) -> bool:
-    """Whether `str.format` fills a template's places of these names, each once, and not up to an absurd width."""
-    marks = {name: f"\0{name}\0" for name in names}
+    """Whether `str.format` fills a template's places of these names, or {} without names, each once, and not up to an
+    absurd width.
+    """
+    marks = {name: f"\0{name}\0" for name in names or ("",)}
     with suppress(IndexError, KeyError, ValueError):
-        text = template.format(**marks)
+        text = template.format(**marks) if names else template.format(marks[""])
         return too_wide(template) is None and {text.count(mark) for mark in marks.values()} == {1}
     return False

@@ -35,7 +35,7 @@ class Use:
         kept, problems = dict(content), []
         for name, section in content.items():
             if not isinstance(section, dict):
-                if _is_interpolated(section):
+                if any(_texts(str(name), section)):
                     problems += [(str(name), section)] * (name in self.sections)
                     kept[name] = {}
                 continue
@@ -67,8 +67,7 @@ class Use:
 
 def _foreign_parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a key's value, with their keys, that are code, an address, or from the environment."""
-    if _is_interpolated(value):
-        yield next(_texts(key, value))
+    yield from _texts(key, value)
     if key == "reward.functions" and isinstance(value, list):
         for i, entry in enumerate(value):
             for name in ("path", "name"):
@@ -89,10 +88,6 @@ def _foreign_parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _is_interpolated(value: Any) -> bool:
-    return any(isinstance(each, str) and "${" in each for each in _values(value))
-
-
 def _texts(key: str, value: Any, *, every: bool = False) -> Iterator[tuple[str, Any]]:
     """The leaves of a value with their keys: those with an interpolation, or every one."""
     if isinstance(value, dict):
@@ -103,15 +98,3 @@ def _texts(key: str, value: Any, *, every: bool = False) -> Iterator[tuple[str, 
             yield from _texts(f"{key}[{i}]", item, every=every)
     elif every or (isinstance(value, str) and "${" in value):
         yield key, value
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """The value, and all that it contains."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-        yield item

@@ -7,36 +7,36 @@ from typing import Any
 
 from phalanx.config.aliases import alias
 from phalanx.config.messages import UnknownKeys, bare, close, element_of
+from phalanx.config.validate import hints_of
 
 Keys = Callable[[], list[str]]
-Types = Callable[[Any], dict[str, Any]]  # the type of each field of a schema
 
 
-def check_keys(schema: type, values: Any, keys: Keys, types: Types) -> None:
+def check_keys(schema: type, values: Any, keys: Keys) -> None:
     """Raise UnknownKeys for keys of `values` that the schema does not have.
 
-    keys: returns all keys of the schema, which takes a while. types: returns the type of each field of a schema.
+    keys: returns all keys of the schema, which takes a while.
     """
-    unknown = list(_unknown_keys(schema, values, "", cache(keys), types))
+    unknown = list(_unknown_keys(schema, values, "", cache(keys)))
     if len(unknown) == 1:
         raise UnknownKeys(f"unknown key {unknown[0][0]}; {unknown[0][1]}", 1)
     if unknown:
         raise UnknownKeys("\n  ".join([f"{len(unknown)} unknown keys", *map(": ".join, unknown)]), len(unknown))
 
 
-def _unknown_keys(hint: Any, value: Any, key: str, keys: Keys, types: Types) -> Iterator[tuple[str, str]]:
+def _unknown_keys(hint: Any, value: Any, key: str, keys: Keys) -> Iterator[tuple[str, str]]:
     """The unknown keys at and below `key`, each with a message."""
     element = element_of(hint)
     if is_dataclass(element) and isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _unknown_keys(element, item, f"{key}[{i}]", keys, types)
+            yield from _unknown_keys(element, item, f"{key}[{i}]", keys)
     if not is_dataclass(bare(hint)) or not isinstance(value, dict):
         return
-    hints = types(bare(hint))
+    hints = hints_of(bare(hint))
     for name, item in value.items():
         inner = f"{key}.{name}" if key else str(name)
         if name in hints:
-            yield from _unknown_keys(hints[name], item, inner, keys, types)
+            yield from _unknown_keys(hints[name], item, inner, keys)
             continue
         known = keys()
         # keys of other trainers, with or without Hydra's leading +

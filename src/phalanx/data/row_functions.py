@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import extract_tb
 
-from phalanx.config.messages import ConfigError, reason
+from phalanx.config.messages import reason, told_as
 from phalanx.config.registry import resolve_object
 from phalanx.data.parquet import DataError
 from phalanx.data.shown import Located
@@ -12,10 +12,8 @@ from phalanx.data.shown import Located
 
 def made_rows(path: Path, name: str, place: str, drop: Callable[[DataError], None]) -> Iterator[Located]:
     """The rows that a user's function returns or yields, each with its place; every rank calls it."""
-    try:
+    with told_as(DataError):
         function = resolve_object(f"{path}:{name}", place.partition(":")[0], "function")
-    except ConfigError as error:
-        raise DataError(str(error)) from None
     try:
         for number, row in enumerate(function()):
             if isinstance(row, dict):

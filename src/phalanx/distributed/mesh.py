@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.config.messages import ConfigError, near_divisors
+from phalanx.config.messages import check_divides
 from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.launch_env import Launch
 
@@ -106,11 +106,7 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     # One node by default: weights are gathered at every block, which needs the fast links within a node, while
     # gradients cross nodes only once per optimizer step.
     width = config.fsdp_size or launch.local_world_size
-    if launch.world_size % width:
-        raise ConfigError(
-            f"parallel.fsdp_size: {width} does not divide the world's {launch.world_size} ranks; "
-            f"nearest that does: {near_divisors(launch.world_size, width)}"
-        )
+    check_divides("parallel.fsdp_size", width, launch.world_size, "the world's {} ranks")
     return width
 
 

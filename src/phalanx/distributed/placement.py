@@ -3,10 +3,11 @@
 import re
 from dataclasses import dataclass
 
-from phalanx.config.messages import ConfigError, near_divisors
+from phalanx.config.messages import ConfigError, check_divides
 from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RunConfig
 
+_KEY = "reward.model.tensor_parallel_size"
 _FORMS = "colocate, or ranks of each node such as ranks 6-7"
 
 
@@ -28,7 +29,7 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
     """
     tp, node = config.tensor_parallel_size, local_world_size
     if config.placement == "colocate":
-        _check_divides(tp, node, f"the {node} ranks of a node")
+        check_divides(_KEY, tp, node, "the {} ranks of a node")
         return tuple(Domain(block, (block,)) for block in _split_ranks(range(world_size), tp))
     bounds = re.fullmatch(r"ranks (\d+)-(\d+)", config.placement)
     if bounds is None:
@@ -36,7 +37,7 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
     first, last = int(bounds[1]), int(bounds[2])
     if not first <= last < node:
         raise ConfigError(f"reward.model.placement: {config.placement!r}: a node has ranks 0 to {node - 1} here")
-    _check_divides(tp, last - first + 1, f"the {last - first + 1} ranks of reward.model.placement {config.placement!r}")
+    check_divides(_KEY, tp, last - first + 1, f"the {{}} ranks of reward.model.placement {config.placement!r}")
     return tuple(
         Domain(ranks, tuple(_split_ranks(range(ranks[0] + first, ranks[0] + last + 1), tp)))
         for ranks in _split_ranks(range(world_size), node)
@@ -61,11 +62,3 @@ def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
 
 def _split_ranks(ranks: range, size: int) -> list[tuple[int, ...]]:
     return [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-
-
-def _check_divides(tp: int, ranks: int, holders: str) -> None:
-    if ranks % tp:
-        near = near_divisors(ranks, tp)
-        raise ConfigError(
-            f"reward.model.tensor_parallel_size: {tp} does not divide {holders}; nearest that does: {near}"
-        )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from phalanx.config.messages import check_divides
 from phalanx.distributed.mesh import group_of
 
 KEY = "reward.model.tensor_parallel_size"
@@ -82,8 +83,7 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
 def _check_features(name: str, layer: nn.Linear, style: str, tp: int) -> None:
     """Raise ValueError if features that stay divided outside the layer cannot be divided evenly."""
     count = {"colwise": layer.out_features, "rowwise": layer.in_features}.get(style, 0)
-    if count % tp:
-        raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the model's layer {name}")
+    check_divides(KEY, tp, count, f"the {{}} features of the model's layer {name}")
 
 
 def _repeat_heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, ParallelStyle]:
@@ -138,8 +138,7 @@ class Experts(ParallelStyle):
             dim = -2 if style.endswith("colwise") else -1
             packed = 2 if style.startswith("packed") else 1  # two matrices are concatenated
             count = parameter.shape[dim] // packed
-            if count % tp:
-                raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the experts {self.name}.{leaf}")
+            check_divides(KEY, tp, count, f"the {{}} features of the experts {self.name}.{leaf}")
             blocks = parameter.unflatten(dim, (packed, tp, -1))
             _keep_part(module, leaf, blocks.select(dim - 1, rank).flatten(dim - 1, dim))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, told_as
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.pool import Pool
 from phalanx.environments.registry import COLUMN, build_kinds, kind_of
@@ -97,10 +97,8 @@ def with_tools(rows: Iterable[Prompt], environments: Environments) -> list[Promp
     """
     result = []
     for row in rows:
-        try:
+        with told_as(ConfigError, f"{row.place}: "):
             environments.check_row(row.meta)
-        except ValueError as error:
-            raise ConfigError(f"{row.place}: {error}") from error
         if row.meta.get("tools"):
             raise ConfigError(
                 f"{row.place}: it has its own tools, in the column tools, which no environment runs; leave them out"

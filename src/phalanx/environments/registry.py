@@ -3,15 +3,14 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any
 
 from phalanx.config.arguments import check_arguments
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.messages import ConfigError, cut, nearest, place, reason
+from phalanx.config.messages import ConfigError, cut, nearest, told_as, users_code
 from phalanx.config.registry import built_in, known_modules, object_forms, resolve_object
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
@@ -82,19 +81,8 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
 
 def _resolve_kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
     """The environment at `path`, with the tools `extra`; `key` and `kwargs_key` name the keys in messages."""
-    with _foreign_errors(path, key):
+    with users_code(f"{key}={path!r} raised"):  # such as a metaclass, when its class is looked at
         return _kind_of(_resolve_factory(path, key), path, kwargs, extra, key, kwargs_key)
-
-
-@contextmanager
-def _foreign_errors(path: str, key: str) -> Iterator[None]:
-    """Turn whatever the user's code at `path` raises when it is looked at, such as a metaclass, into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}={path!r} raised {reason(error)}{place(error)}") from error
 
 
 def _kind_of(
@@ -123,7 +111,8 @@ def _kind_of(
     if "step" in hooks and extra:
         raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
     if ":" not in path:
-        _make_instance(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
+        with told_as(ConfigError, f"{kwargs_key}: {label}: "):
+            factory(**kwargs)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
     return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
 
@@ -159,24 +148,17 @@ def _built_in(name: str, key: str) -> Any:
     return built_in(BUILT_IN, name)
 
 
-def _make_instance(factory: type, kwargs: dict[str, Any], key: str) -> Any:
-    """An instance of a built-in class."""
-    try:
-        return factory(**kwargs)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {factory.__name__}: {error}") from None
-
-
 def _stateless_tools(path: str, key: str) -> dict[str, Tool]:
     """The tools of an entry of environment.tools."""
     if ":" not in path:
         factory = _built_in(path, key)
         if any(getattr_static(factory, hook, None) for hook in HOOKS):
             raise ConfigError(f"{key}={path!r} is an environment; give it as environment.path")
-        instance = _make_instance(factory, {}, key)
+        with told_as(ConfigError, f"{key}: {factory.__name__}: "):
+            instance = factory()
         functions = [getattr(instance, name) for name in _public_methods(factory)]
         return {function.__name__: function_tool(function, key) for function in functions}
-    with _foreign_errors(path, key):
+    with users_code(f"{key}={path!r} raised"):  # such as a metaclass, when its class is looked at
         function = resolve_object(path, key, "function")
         if not inspect.isfunction(function) and not inspect.ismethod(function):
             what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"

@@ -9,8 +9,7 @@ the prompt's. `outputs` means images or completions, whichever the job generates
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -30,15 +29,6 @@ UNJUDGED = "unjudged"  # extra of rewards with a time limit per sample: 1 for a 
 
 class RewardError(JobError):
     """A call of a reward failed; the message is a single line with the name of the reward and the prompt."""
-
-
-@contextmanager
-def blamed(name: str, on: str, what: str = "raised") -> Iterator[None]:
-    """Turn whatever the code of a reward raises in the block into a RewardError, which says `on` what it happened."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward {name!r} {what} {reason(error)} on {on}") from error
 
 
 @dataclass(frozen=True)

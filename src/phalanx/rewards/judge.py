@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
-from phalanx.config.messages import cut
+from phalanx.config.messages import cut, users_code
 from phalanx.config.templates import WIDEST, too_wide
-from phalanx.rewards.base import RewardOutput, RewardWithExtras, blamed
+from phalanx.rewards.base import RewardError, RewardOutput, RewardWithExtras
 from phalanx.types import Prompt
 
 
@@ -64,9 +64,9 @@ def checked_template(template: str) -> str:
 
 
 def asking(name: str, prompt: Prompt) -> AbstractContextManager[None]:
-    """A context in which a judge's code writes a question about samples of a prompt; see `blamed`."""
-    columns = ", ".join(prompt.meta) or "no columns"
-    return blamed(name, f'the prompt "{prompt.text}"; its data has {columns}', "has no question:")
+    """A context in which a judge's code writes a question about samples of a prompt; see `users_code`."""
+    data = f' on the prompt "{prompt.text}"; its data has {", ".join(prompt.meta) or "no columns"}'
+    return users_code(f"reward {name!r} has no question:", data, RewardError)
 
 
 class ParsedAnswers(RewardWithExtras):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.config.messages import users_code
 from phalanx.distributed.collectives import all_gather_object, exchange
 from phalanx.distributed.seed import fold_in
 from phalanx.engines.loading import Question
-from phalanx.rewards.base import RewardError, blamed
+from phalanx.rewards.base import RewardError
 from phalanx.rewards.judge import PairJudge, asking
 from phalanx.types import Prompt, copied
 
@@ -182,7 +183,7 @@ class Comparison:
     def _parse_verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
         """The share of a pair that its first sample wins, given the answer; None if it cannot be parsed."""
         prompt = self._asked_about(pair).prompt
-        with blamed(name, f'the prompt "{prompt.text}"'):
+        with users_code(f"reward {name!r} raised", f' on the prompt "{prompt.text}"', RewardError):
             verdict = judge.parse(answer, prompt.text, copied(prompt.meta))
         if verdict is not None and not (isinstance(verdict, int | float) and 0 <= verdict <= 1):
             raise RewardError(

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from phalanx.config.messages import told_as
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.engines.loading import Question
@@ -146,10 +147,8 @@ class JudgePool:
             for image in prompt.images:
                 if id(image) not in numbers:
                     numbers[id(image)] = len(files)
-                    try:
+                    with told_as(RewardError):
                         files.append(image.encoded())
-                    except ValueError as error:
-                        raise RewardError(str(error)) from error
             shown.append(tuple(numbers[id(image)] for image in prompt.images))
         return files, shown
 

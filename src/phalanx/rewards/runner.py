@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, users_code
 from phalanx.config.reward import RewardConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.advantage import combine
 from phalanx.functional.frames import evenly_spaced
-from phalanx.rewards.base import UNJUDGED, OfEnvironment, PolicyReward, RewardError, blamed, transcript
+from phalanx.rewards.base import UNJUDGED, OfEnvironment, PolicyReward, RewardError, transcript
 from phalanx.rewards.call import Call, DaemonPool, Rows, Term, on_prompts
 from phalanx.rewards.judge import ParsedAnswers
 from phalanx.rewards.judge_pool import Answers, JudgePool
@@ -263,7 +263,7 @@ class RewardSet:
                 continue
             subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
             texts, metadata = [p.text for p in prompt_of], [copied(p.meta) for p in prompt_of]
-            with blamed(term.name, on_prompts(prompts)):
+            with users_code(f"reward {term.name!r} raised", f" on {on_prompts(prompts)}", RewardError):
                 scores = term.gradient(subjects, texts, metadata)
             if not isinstance(scores, Tensor) or scores.shape != (len(prompt_of),) or not scores.requires_grad:
                 raise RewardError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from phalanx.config.files import kind, parse_json, read_bytes
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 MOST_META = 1 << 26  # bytes of a meta.json
 IN_FLIGHT = "in_flight.safetensors"  # end of the file name, after the rank
 BEST = "best"  # name in a run's folder, or in its folder checkpoints, that stands for the best checkpoint
+_PROGRESS = TypeAdapter(Progress)
 JUDGED = "keep_best"  # key of a meta.json: the metric and mode of trainer.keep_best, and the metric's value
 
 
@@ -32,7 +34,7 @@ def complete(folder: Path) -> str | None:
             written = (folder / name).stat().st_size
             if written != size:
                 return f"{name} has {written} bytes of {size}"
-        Progress(**meta["progress"]).check()
+        _PROGRESS.validate_python(meta["progress"])
         judged = meta.get(JUDGED)
         if not isinstance(meta["signature"], dict) or not (judged is None or _sound_judgement(**judged)):
             raise ValueError("a signature or a judgement of another type")

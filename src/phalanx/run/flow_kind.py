@@ -178,18 +178,15 @@ class Flow(PolicyKind):
 
 
 def stochastic_steps(cfg: Any) -> int:
-    """Number of stochastic steps in the window; ConfigError if the window does not fit the schedule."""
+    """Number of stochastic steps in the window; ValueError if the window does not fit the schedule."""
     r = cfg.rollout
-    try:
-        window = sde_window(
-            0,
-            num_inference_steps=r.num_inference_steps,
-            size=r.sde_window_size,
-            window_range=r.sde_window_range,
-            schedule=r.window_schedule,
-            iters=r.window_iters,
-            seed=0,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    window = sde_window(
+        0,
+        num_inference_steps=r.num_inference_steps,
+        size=r.sde_window_size,
+        window_range=r.sde_window_range,
+        schedule=r.window_schedule,
+        iters=r.window_iters,
+        seed=0,
+    )
     return len(window)

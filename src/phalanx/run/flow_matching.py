@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config.flow import FlowMatchingTaskConfig
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, told_as
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import DataError
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
@@ -155,10 +154,8 @@ class FlowMatching(Task):
 
     @torch.no_grad()
     def _encode_images(self, images: list[int]) -> Tensor:
-        try:
+        with told_as(JobError):
             pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
-        except DataError as error:
-            raise JobError(str(error)) from error
         return self.policy.model.encode_images(pixels)
 
     def _embed_texts(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:

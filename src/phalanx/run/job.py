@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.config.joint import JobConfig
 from phalanx.config.load import save
 from phalanx.config.messages import ConfigError
-from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
 from phalanx.config.sources import changed
 from phalanx.distributed.collectives import agree

@@ -151,9 +151,7 @@ def _told(rows: list[Prompt], contexts: list[str], policy: LMPolicy, config: Any
         filled.append(replace(row, text=text, messages=messages))
     result = []
     for row, tokens in zip(filled, _tokens(filled, policy), strict=True):
-        if max(tokens, default=0) >= policy.rows:
-            token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
-            raise DataError(f"{row.place}: the teacher's prompt contains {token!r}, which the model does not embed")
+        policy.check_embedded(tokens, f"{row.place}: the teacher's prompt")
         result.append(tokens)
     return result
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.config.messages import ConfigError, nearest
-from phalanx.config.registry import known_modules, object_forms, resolve_object
+from phalanx.config.registry import built_in, known_modules, object_forms, resolve_object
 from phalanx.config.run import TrainerConfig
 from phalanx.telemetry.records import Record
 
@@ -106,7 +106,7 @@ def _logger_class(entry: str) -> type[Logger]:
                 f"{KEY}: {entry!r} is not a built-in logger{nearest(entry, known) or ';'} built in: "
                 f"{', '.join(known)}; or give {object_forms('class')}"
             )
-        kind = vars(importlib.import_module(f"{PACKAGE}.{entry}"))[entry.capitalize()]
+        kind = built_in(PACKAGE, entry)
     if not isinstance(kind, type) or not issubclass(kind, Logger):
         raise ConfigError(f"{KEY}={entry!r} is not a class derived from Logger of {__name__}")
     if kind.extra is not None and importlib.util.find_spec(kind.extra) is None:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from phalanx.config.load import build, flat
-from phalanx.config.messages import ConfigError, shown
+from phalanx.config.messages import ConfigError, shown, told_as
 from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.secrets import public
 from phalanx.config.tasks import EvaluateConfig
@@ -113,10 +113,8 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
         kind = kind_of(candidate.run)
         if folder.is_dir() and not issubclass(type(kind), _kind(name, "baseline")):
             raise ConfigError(f"baseline: {name!r} is not the same kind of model as {candidate.name!r}")
-        try:
+        with told_as(ConfigError, key=("model.path", "baseline")):
             kind.check_folder(name, "baseline")
-        except ValueError as error:
-            raise ConfigError(str(error).replace("model.path", "baseline")) from error
     run = replace(candidate.run, model=model)
     _check(run)
     return Candidate(run, trained, name)

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from phalanx.config.inside import status_inside
-from phalanx.config.messages import ConfigError, reason
+from phalanx.config.messages import ConfigError, reason, told_as
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.distributed.collectives import broadcast_object, from_first
@@ -90,10 +90,8 @@ class Evaluation:
         run = self.candidate.run
         given = run.model.cpu_linear, vars(run.data).get(DATE)
         run.trainer.output_dir = str(self.folder)
-        try:
+        with told_as(ConfigError, key=("trainer.output_dir", "output_dir")):
             self.world = start_job(run)
-        except ValueError as error:
-            raise ConfigError(str(error).replace("trainer.output_dir", "output_dir")) from error
         if self.world.rank == 0:  # remove the record of how an earlier job in this folder ended
             with writing(self.folder, "output_dir"):
                 (self.folder / ENDED).unlink(missing_ok=True)

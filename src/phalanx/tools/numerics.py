@@ -8,8 +8,7 @@ import gc
 import json
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from phalanx.config.inside import write_inside
 from phalanx.config.joint import WRITER, JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import load
-from phalanx.config.messages import ConfigError, UnknownKeys
+from phalanx.config.messages import ConfigError, UnknownKeys, told_as
 from phalanx.config.run import RLConfig
 from phalanx.config.shipped import located
 from phalanx.config.sources import read
@@ -106,7 +105,7 @@ class NumericsCheck:
         base, rows, task = None, dict[str, dict[str, Any]](), self.cfg.task
         for name, job in self.jobs.items():
             try:
-                with _naming_job(self._place(name), JobError):
+                with told_as(JobError, f"{self._place(name)}: "):
                     if task is not None:
                         rows[name], world = measure_update(job, task, rows.get(BASE))
                     else:
@@ -150,7 +149,7 @@ class NumericsCheck:
     def _read_job(self, name: str, keys: list[str]) -> RLConfig:
         still = [f"trainer.{key}" for key in STILL]
         place = f"trainer.output_dir={self.folder / 'jobs' / name.replace(' ', '_')}"
-        with _naming_job(self._place(name)):
+        with told_as(ConfigError, f"{self._place(name)}: "):
             loaded: Any = load_config(self.schema, self.cfg.config, [*keys, *still, place])
         job: RLConfig = loaded
         if self.cfg.part is not None:
@@ -160,21 +159,12 @@ class NumericsCheck:
         job.data.val_files = []
         if vars(job).get("placement"):
             raise ConfigError("keys: placement: ranks that only sample have no trainer; leave it out")
-        with _naming_job(self._place(name)):
+        with told_as(ConfigError, f"{self._place(name)}: "):
             kind = kind_of(job)
             kind.check()
             if self.cfg.task is None and kind.build_algorithm().levels is not None:
                 raise ConfigError(f"{job.algorithm:name=} trains on fresh noise, without log-probabilities of samples")
         return job
-
-
-@contextmanager
-def _naming_job(place: str, error: type[Exception] = ConfigError) -> Iterator[None]:
-    """Raise `error` for a mistake within, which begins with `place`, the key of the job."""
-    try:
-        yield
-    except ValueError as mistake:
-        raise error(f"{place}: {mistake}") from mistake
 
 
 def _folder_keys(cfg: CheckNumericsConfig, schema: Any) -> list[str]:
@@ -190,10 +180,8 @@ def _schema_of(cfg: CheckNumericsConfig) -> Any:
     `task` than it needs.
     """
     if cfg.config is not None:
-        try:
+        with told_as(ConfigError, "config: "):
             read(cfg.config)
-        except ConfigError as error:
-            raise ConfigError(f"config: {error}") from None
     if cfg.part is not None:
         if _unknown_keys(JointConfig, cfg) and _closest(cfg)[0] is not JointConfig:
             raise ConfigError(f"part: {cfg.config} is not of a joint run; leave it out")

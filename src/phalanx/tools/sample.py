@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
 from phalanx.config.inside import write_inside
 from phalanx.config.joint import PAINTER
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, told_as
 from phalanx.config.tasks import SampleConfig
 from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, share_of_rank
@@ -90,10 +90,8 @@ class Generator:
         self.policy = self._build_policy(family)
         check_guidance(cfg, self.policy.model)
         settings = rollout_settings(cfg, self.base.rollout)
-        try:
+        with told_as(ConfigError, key=("rollout.", "")):  # the task's keys have no such prefix, unlike those of a run
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
-        except ValueError as error:  # the task's keys have no prefix `rollout.`, unlike those of a run
-            raise ConfigError(str(error).removeprefix("rollout.")) from None
         name_unused_columns([(self.prompts, self.rollout.val_sampler.guided)], self.policy.model)
 
     def _build_policy(self, family: type[FlowModel]) -> FlowPolicy:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.config.files import json_object
 from phalanx.config.inside import make_inside, read_inside, write_inside
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, told_as
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, broadcast_object, from_first, gather_object
@@ -74,22 +74,18 @@ class Sampling:
 
     def build(self) -> None:
         """Load the model and the rewards. Raises ValueError for the user's mistakes."""
-        try:
+        with told_as(ValueError, key=("model.path: ", f"{self.key}: ")):
             before = None if self.before is None else self.before.rewards
             self.parts = build_parts(self.candidate, self.world, self.sets, before)
             self.rewards = self.parts.rewards
-        except ValueError as error:
-            raise ValueError(str(error).replace("model.path: ", f"{self.key}: ")) from error
 
     def run(self) -> None:
         """Sample and score the chunks that the folder lacks."""
         if self.complete:
             return
-        try:
+        with told_as(JobError):
             if self.parts is None:
                 self.build()
-        except ValueError as error:
-            raise JobError(str(error)) from error
         assert self.parts is not None, "built above or before"
         run, noun = self.candidate.run, self.parts.rollout.noun
         self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._raise_stopped)
@@ -237,9 +233,6 @@ def stored_in(folder: Path) -> dict[str, Any] | None:
 
 
 def is_complete(folder: Path, stored: dict[str, Any]) -> bool:
-    """Whether an evaluation has all its records; raises ConfigError if one is damaged."""
-    try:
-        count = sum(1 for _ in each_record(folder, is_cut=True))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    """Whether an evaluation has all its records; raises ValueError if one is damaged."""
+    count = sum(1 for _ in each_record(folder, is_cut=True))
     return stored["complete"] is True and count == stored.get("samples")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, near_multiples
 from phalanx.config.run import RunConfig
 from phalanx.data.streams import IndexStream
 from phalanx.distributed.collectives import reduce_float
@@ -18,21 +18,14 @@ from phalanx.training.components import Job, TrainedPolicy, Training
 
 def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: int) -> int:
     """Samples per rank and step; ConfigError if they do not divide into passes of `micro`, configured as `key`."""
-    size, each = cfg.data.batch_size(world_size), cfg.data.train_batch_size_per_gpu
-    if each is not None and each % micro:
-        below = max(each // micro, 1) * micro
-        raise ConfigError(
-            f"data.train_batch_size_per_gpu: {each} {noun} do not divide by {key} {micro}; nearest that do: {below} or "
-            f"{below + micro}"
-        )
-    unit = world_size * micro
+    name, size, unit, over = "data.train_batch_size_per_gpu", cfg.data.train_batch_size_per_gpu, micro, "by"
+    if size is None:
+        name, size, unit = "data.train_batch_size", cfg.data.train_batch_size, world_size * micro
+        over = f"over {world_size} ranks x"
     if size % unit:
-        below = max(size // unit, 1) * unit
-        raise ConfigError(
-            f"data.train_batch_size: {size} {noun} do not divide over {world_size} ranks x {key} {micro}; nearest that "
-            f"do: {below} or {below + unit}"
-        )
-    return size // world_size
+        near = near_multiples(size, unit)
+        raise ConfigError(f"{name}: {size} {noun} do not divide {over} {key} {micro}; nearest that do: {near}")
+    return size // unit * micro
 
 
 class Shares:

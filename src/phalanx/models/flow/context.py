@@ -8,7 +8,7 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import Attention
 
-from phalanx.config.messages import near_divisors
+from phalanx.config.messages import check_divides
 from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import Sampler
@@ -22,8 +22,7 @@ def share_tokens(model: FlowModel, world: World) -> None:
     """
     assert world.context is not None
     size, (heads, _) = world.context_size, model.heads()
-    if heads % size:
-        raise ValueError(f"{KEY}: {size} does not divide the model's {heads} attention heads")
+    check_divides(KEY, size, heads, "the model's {} attention heads")
     model.prepare_sharing(size)
     config = ContextParallelConfig(ulysses_degree=size, mesh=world.context)
     parallel = ParallelConfig(context_parallel_config=config)
@@ -42,9 +41,7 @@ def share_tokens(model: FlowModel, world: World) -> None:
 def check_tokens(model: FlowModel, sampler: Sampler, longest: int, size: int) -> None:
     """Raise ValueError if `size` does not divide the tokens of a sample, or those of a text of `longest` tokens."""
     for what, count in model.split_tokens(sampler.height, sampler.width, sampler.num_frames, longest).items():
-        if count % size:
-            near = near_divisors(count, size)
-            raise ValueError(f"{KEY}: {size} does not divide the {count} tokens of {what}; nearest that does: {near}")
+        check_divides(KEY, size, count, f"the {{}} tokens of {what}")
 
 
 def _check_backend(name: str | None) -> None:

@@ -17,6 +17,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowDataConfig
+from phalanx.config.messages import near_multiples
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.functional.flow import Sampler
 from phalanx.kept import kept
@@ -365,8 +366,7 @@ def check_size(height: int, width: int, unit: int, limit: int | None = None) -> 
     """Raise ValueError if a side is not a multiple of `unit` pixels, or longer than `limit`."""
     for name, size in (("height", height), ("width", width)):
         if size % unit:
-            below = max(size // unit, 1) * unit
-            near = f"{below} or {below + unit}"
+            near = near_multiples(size, unit)
             raise ValueError(f"rollout.{name}: {size} should be a multiple of {unit}, e.g. {near}")
         if limit is not None and size > limit:
             raise ValueError(f"rollout.{name}: {size} is more than the model's {limit} pixels")

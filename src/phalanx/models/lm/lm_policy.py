@@ -194,12 +194,14 @@ class LMPolicy:
                 tokens = tokens[-self.data.max_prompt_length :]
             if self.reader is not None:
                 self.reader.check(prompt, tokens, 0)
-            if max(tokens, default=0) >= self.rows:
-                token = self.tokenizer.convert_ids_to_tokens(max(tokens))
-                raise ValueError(
-                    f"data: the prompt {cut(prompt.text)!r} contains {token!r}, which the model does not embed"
-                )
+            self.check_embedded(tokens, f"data: the prompt {cut(prompt.text)!r}")
             self._tokens[key] = tokens
+
+    def check_embedded(self, tokens: Sequence[int], what: str) -> None:
+        """Raise ValueError, with `what` has the tokens, for one that the model does not embed."""
+        if max(tokens, default=0) >= self.rows:
+            token = self.tokenizer.convert_ids_to_tokens(max(tokens))
+            raise ValueError(f"{what} contains {token!r}, which the model does not embed")
 
     def readable(self, tokens: Sequence[int]) -> list[int]:
         """Drop the placeholders of images from a text's tokens: spelled out in a text, they stand for no image."""

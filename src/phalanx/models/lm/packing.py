@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from phalanx.config.messages import check_divides
 from phalanx.distributed.context_parallel import KEY, ContextGroup
 from phalanx.distributed.mesh import World
 from phalanx.models.compiling import works
@@ -88,8 +89,7 @@ def spread(lm: Any, context: ContextGroup, name: str) -> None:
     check(lm, given, "set it to 1")
     settings = lm.config.to_dict()
     heads = lm.config.num_attention_heads
-    if heads % context.size:
-        raise ValueError(f"{given} does not divide the model's {heads} attention heads")
+    check_divides(KEY, context.size, heads, "the model's {} attention heads")
     rope = settings.get("rope_parameters") or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     for kind in _OF_LENGTH:

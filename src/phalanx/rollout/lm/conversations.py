@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.environment import EnvironmentConfig
+from phalanx.config.messages import told_as
 from phalanx.distributed.collectives import all_gather, all_gather_apart, on_all_ranks, reduce_float, reduce_int
 from phalanx.distributed.seed import fold_in
 from phalanx.environments.conversation import Conversation
@@ -187,7 +188,7 @@ class Talks:
         messages = joined(prompt.messages or [{"role": "user", "content": prompt.text}], added)
         key = id(prompt), str(added)
         if key not in known:  # samples of a prompt share its tokens and, by reference, its images
-            with _rendering():
+            with told_as(JobError):  # of a message that the chat template cannot render
                 if not added:
                     known[key] = self.policy.encode(prompt), self.policy.look(prompt)
                 elif prompt.images:
@@ -314,7 +315,7 @@ class _Partner:
         talk.full = talk.turns == self._config.max_turns
         if talk.full:
             return None
-        with _rendering():
+        with told_as(JobError):  # of a message that the chat template cannot render
             stopped = talk.end not in self._ends  # by a stop text or token, in the middle of the template's turn
             talk.before = self._readable(
                 talk.renderer.answer(messages, history, None if stopped else talk.end, open=stopped)
@@ -329,12 +330,3 @@ class _Partner:
             return message
         kept = shortened(list(tokens), limit, self._config.truncate_side)
         return {**message, "content": str(self._tokenizer.decode(kept))}
-
-
-@contextmanager
-def _rendering() -> Iterator[None]:
-    """Turn the ValueError of a message that the chat template cannot render into a JobError."""
-    try:
-        yield
-    except ValueError as error:
-        raise JobError(str(error)) from error

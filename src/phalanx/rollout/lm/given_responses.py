@@ -215,15 +215,9 @@ def _read_texts(rows: Sequence[Prompt], policy: LMPolicy) -> Iterator[list[Answe
     """The answers of plain texts: all their tokens after the first one, and the end token."""
     texts = [row.meta[ANSWERS][0][0]["content"] for row in rows]
     for row, text, tokens in zip(rows, texts, policy.tokenizer(texts)["input_ids"] if texts else (), strict=True):
-        _check_embedded(tokens, row, policy)
+        policy.check_embedded(tokens, f"{row.place}: its response")
         tokens = [*tokens, policy.tokenizer.eos_token_id]
         yield [Answer(tokens[1:], [True] * (len(tokens) - 1), 1, 0, text, prompt=tokens[:1])]
-
-
-def _check_embedded(tokens: Sequence[int], row: Prompt, policy: LMPolicy) -> None:
-    if max(tokens, default=0) >= policy.rows:
-        token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
-        raise DataError(f"{row.place}: its response contains {token!r}, which the model does not embed")
 
 
 def _read_group(group: Sequence[tuple[Prompt, Messages]], policy: LMPolicy) -> Iterator[Answer]:
@@ -277,7 +271,7 @@ def _turn_tokens(
         end = next((place for place, token in enumerate(tokens) if token in policy.ends), len(tokens))
         if policy.decode(tokens[end:]).strip():
             raise DataError(f"{row.place}: a message of the assistant contains an end token of the model")
-        _check_embedded(tokens, row, policy)
+        policy.check_embedded(tokens, f"{row.place}: its response")
         tokens, trained = tokens[: end + 1], trained[: end + 1]
         yield (tokens, trained) if end < len(tokens) else ([*tokens, tokenizer.eos_token_id], [*trained, True])
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.config.messages import ConfigError, near_divisors
+from phalanx.config.messages import ConfigError, check_divides
 from phalanx.config.run import RLConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
@@ -22,9 +22,7 @@ def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPla
     prompts, ranks = plan.samples // cfg.rollout.n, len(roles.ranks[role])
     if role == ACTOR:
         ranks = cfg.parallel.data_ranks(ranks)
-    if prompts % parts:
-        near = near_divisors(prompts, parts)
-        raise ConfigError(f"rollout.parts: {parts} does not divide the {prompts} prompts of a step; nearest: {near}")
+    check_divides("rollout.parts", parts, prompts, "the {} prompts of a step")
     samples = plan.samples // parts
     words = f"{prompts // parts} prompts x {keys_of(cfg)['n']} {cfg.rollout.n} = {samples} samples"
     if samples % ranks:

@@ -3,20 +3,18 @@
 from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES
+from phalanx.config.messages import near_multiples
 from phalanx.run.rules.rollout_rules import truncated
 from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule
 
-_NOT_WHOLE = (
-    "{x[0]}: {x[1]} tokens are not a whole number of blocks of model.block_size={x[2]}; nearest: {x[3]} or {x[4]}"
-)
+_NOT_WHOLE = "{x[0]}: {x[1]} tokens are not a whole number of blocks of model.block_size={x[2]}; nearest: {x[3]}"
 
 
-def _not_whole(key: str, length: int | None, size: int | None) -> tuple[str, int, int, int, int] | None:
+def _not_whole(key: str, length: int | None, size: int | None) -> tuple[str, int, int, str] | None:
     """The values for _NOT_WHOLE if a length is not a whole number of blocks, else None."""
     if size is None or length is None or length % size == 0:
         return None
-    below = max(length // size, 1) * size
-    return key, length, size, below, below + size
+    return key, length, size, near_multiples(length, size)
 
 
 def _excluded_key(c: Any) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 from phalanx.config.files import replace_file
 from phalanx.config.inside import append_inside
 from phalanx.config.joint import POLICIES, WRITER
-from phalanx.config.messages import ConfigError, reason
+from phalanx.config.messages import reason, users_code
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
 from phalanx.run.telemetry.advice import Advisor
@@ -88,12 +88,8 @@ class RunLogger:
         for entry, kind in kinds.items():
             if kind.terminal != terminal:
                 continue
-            try:
+            with users_code(f"{KEY}: {entry} could not start:"):
                 logger = kind(replace(start, id=self.ids.get(entry)))
-            except ConfigError:
-                raise
-            except Exception as error:  # libraries and user code may raise anything
-                raise ConfigError(f"{KEY}: {entry} could not start: {reason(error)}") from error
             self._loggers[entry] = logger
             if logger.id is not None:
                 if logger.id == self.ids.get(entry):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.messages import counted
+from phalanx.config.messages import counted, told_as
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
@@ -60,10 +60,8 @@ class _Blueprint(FlowModel):
                 parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = self.transformer_class.from_config(parts["transformer"].config)
-        try:
+        with told_as(ValueError, f"model.path: {config.path!r}: ", TypeError):
             self.pipeline = pipeline(**parts)
-        except TypeError as error:
-            raise ValueError(f"model.path: {config.path!r}: {error}") from error
         self.transformer, self.vae = self.pipeline.transformer, self.pipeline.vae
         for name, part in parts.items():
             if name.startswith("transformer") and part is not None:

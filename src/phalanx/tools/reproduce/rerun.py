@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from phalanx.config.messages import ConfigError, counted, cut
+from phalanx.config.messages import counted, cut, told_as
 from phalanx.config.shipped import ROOT, located
 from phalanx.config.sources import override
 from phalanx.config.trust import Use
@@ -151,10 +151,8 @@ def nodes_here() -> int:
 
 def _check_trust(config: dict[str, Any], file: Path) -> None:
     """Raise ValueError for a configuration that names code, a server or an environment variable."""
-    try:
+    with told_as(ValueError, key=("checkpoint: ", "")):
         Use(sections=tuple(config)).checked(config, file)
-    except ConfigError as error:
-        raise ValueError(str(error).removeprefix("checkpoint: ")) from None
     for key, value in texts_of(config):
         dotted = "." in value and key.rpartition(".")[2].startswith(("name", "logger"))
         if dotted or CODE.search(value):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import ValidationError
 
 from phalanx.config.arguments import check_arguments
-from phalanx.config.messages import ConfigError, reason
+from phalanx.config.messages import ConfigError, users_code
 from phalanx.environments.registry import Kind
 from phalanx.environments.tools import Tool, accepted, lenient, schema_of, schema_tool
 from phalanx.environments.turn import Turn
@@ -63,12 +63,10 @@ def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:
     """The tools of an environment's MCP server, which runs in this process."""
     from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
 
-    try:
+    with users_code(f"{key}: {factory.__name__}:"):
         environment = factory(**kwargs)
         listed = environment.step(ListToolsAction())
         environment.close()
-    except Exception as error:  # whatever the environment's code raises
-        raise ConfigError(f"{key}: {factory.__name__}: {reason(error)}") from error
     if not listed.tools:
         raise ConfigError(f"{key}: {factory.__name__} lists no tools: {listed.metadata.get('error', 'it has none')}")
     tools = {}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from phalanx.config.messages import ConfigError, cut, reason
+from phalanx.config.messages import ConfigError, cut, users_code
 from phalanx.config.registry import resolve_object
 from phalanx.config.sources import read
 from phalanx.environments.registry import Kind
@@ -144,10 +144,9 @@ def _make_tool(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         raise ConfigError(f"{key}.tool_schema.{place}: {problem['msg'].removeprefix('Value error, ')}") from None
-    try:
-        return kind(entry.get("config") or {}, schema), schema.model_dump(exclude_unset=True)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise ConfigError(f"{key}: {entry['class_name']}(config, tool_schema) raised {reason(error)}") from error
+    with users_code(f"{key}: {entry['class_name']}(config, tool_schema) raised"):
+        tool = kind(entry.get("config") or {}, schema)
+    return tool, schema.model_dump(exclude_unset=True)
 
 
 async def _await_result(value: Any) -> Any:

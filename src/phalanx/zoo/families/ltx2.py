@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowDataConfig
+from phalanx.config.messages import check_divides, near_multiples
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
@@ -145,8 +146,7 @@ class Model(FlowModel):
 
     def prepare_sharing(self, size: int) -> None:
         heads = self.transformer.config.audio_num_attention_heads
-        if heads % size:
-            raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of the model's sound")
+        check_divides(KEY, size, heads, "the {} attention heads of the model's sound")
         self.shared_by, self.sound, others = size, SharedAttention(), SharedAttention()
         block: Any = self.blocks()[0]
         self.sound._attention_backend = others._attention_backend = block.attn1.processor._attention_backend
@@ -164,10 +164,9 @@ class Model(FlowModel):
     def check_length(self, data: FlowDataConfig) -> None:
         max_length = data.max_prompt_length
         if max_length % self.registers:
-            below = max(max_length // self.registers, 1) * self.registers
             raise ValueError(
                 f"data.max_prompt_length: {max_length} should be a multiple of {self.registers}, the number of learned "
-                f"tokens that LTX-2 pads texts with, e.g. {below} or {below + self.registers}"
+                f"tokens that LTX-2 pads texts with, e.g. {near_multiples(max_length, self.registers)}"
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
