@@ -26,7 +26,6 @@ from phalanx.distributed.mesh import (
     CHECKPOINT_S,
     ROLLOUT,
     SET_TIMEOUT,
-    Watch,
     World,
     group_of,
     group_timeout,
@@ -159,36 +158,13 @@ def use_device(device: torch.device) -> None:
 
 
 def world_of_run(world: World, config: ParallelConfig) -> World:
-    """The world of one of the jobs that share it: its own group to write checkpoints, and a watch that they share."""
+    """The world of one of the jobs that share it: with its own group to write checkpoints."""
     use_device(world.device)
     slow = max(config.timeout_s, CHECKPOINT_S)
     with in_place.connecting() as most:
         group = group_of(range(world.size), min(slow, most.total_seconds()))
     _limit(group_timeout(slow), group)
-    return replace(world, checkpoint_group=group, watch=_SharedWatch(world.watch))
-
-
-class _SharedWatch:
-    """The watch of a process with several jobs: it goes on until the last of them has ended."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.rank, self.hosts, self.interval, self.sever = watch.rank, watch.hosts, watch.interval, None
-        self.ask, self.fail, self._watch = watch.ask, watch.fail, watch
-
-    @property
-    def stop(self) -> Any:
-        """The signal that asked this rank to stop."""
-        return self._watch.stop
-
-    @stop.setter
-    def stop(self, signal: Any) -> None:
-        self._watch.stop = signal
-
-    def listen(self) -> None:
-        """Do nothing: the main thread listens."""
-
-    def close(self) -> None:
-        """Do nothing: the main thread closes the watch."""
+    return replace(world, checkpoint_group=group)
 
 
 def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:
