@@ -34,11 +34,12 @@ from phalanx.kept import keep
 from phalanx.models.meeting import here
 from phalanx.run import watchdog
 from phalanx.run.generations import Generation, Regroup
-from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, job_parts, leave, offers_of, take
+from phalanx.run.in_memory import KeptJob, Offers, frozen_of, job_parts, leave, offers_of, take
 from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, unlisted
 from phalanx.run.spares import role_of
+from phalanx.training.optim import TrainState
 from phalanx.training.progress import Progress
 
 LOADING_S = 60.0  # for new ranks to import the libraries
@@ -247,7 +248,7 @@ def copy_state() -> None:
             peer.update(job_parts(job), job.progress.step, job.world)
 
 
-def taken(states: Mapping[str, KeptState], sampling: Any, world: World) -> tuple[Progress, list[Tensor]] | None:
+def taken(states: Mapping[str, TrainState], sampling: Any, world: World) -> tuple[Progress, list[Tensor]] | None:
     """Take the state that survivors have, in place; its counters and samples in flight, None in the first generation
     and if there is none. All ranks call this together.
     """
