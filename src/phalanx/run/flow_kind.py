@@ -65,6 +65,8 @@ class Flow(PolicyKind):
 
     def check_roles(self, roles: Roles, launch: Launch) -> Any:
         plan = super().check_roles(roles, launch)
+        if roles.collocated:
+            return plan
         part = of_role(plan, self.cfg, roles, ROLLOUT)
         if part.per_rank % part.rollout_micro:  # the last pass would have another shape than the replay
             raise ConfigError(

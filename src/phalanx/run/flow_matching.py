@@ -18,7 +18,6 @@ from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.config.messages import ConfigError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
-from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy
@@ -27,7 +26,6 @@ from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.run import rules
 from phalanx.run.flow_kind import Flow
 from phalanx.run.kind import sampling_parts
-from phalanx.run.roles import Roles
 from phalanx.run.start import start_job
 from phalanx.run.supervised_job import supervised_trainer
 from phalanx.run.usable_images import usable_rows
@@ -57,18 +55,9 @@ class Training(Flow):
         if not family_of(model).encodes_images:
             raise ConfigError(f"model.path: {model.path!r} cannot encode images; flow matching trains on images")
 
-    def plan(self, ranks: int) -> None:
-        """None: a step's samples are those of Shares."""
-
-    def check_roles(self, roles: Roles, launch: Launch) -> int:
+    def plan(self, ranks: int) -> int:
         """The images per rank and step."""
-        return images_of_rank(self.cfg, self.cfg.parallel.data_ranks(roles.world_size))
-
-
-def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
-    """Images per rank and step; ConfigError if the batch does not divide."""
-    micro, key = cfg.flow_matching.micro_batch_size_per_gpu, "flow_matching.micro_batch_size_per_gpu"
-    return share_of_rank(cfg, micro, key, "images", world_size)
+        return share_of_rank(self.cfg, self.section, self.drawn, ranks)
 
 
 def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
@@ -99,8 +88,7 @@ class FlowMatching(Task):
     ) -> None:
         """`rollout`, a PolicyRollout, embeds the prompts."""
         self.cfg, self.policy, self.rollout, self.images, self.world = cfg, policy, rollout, images, world
-        micro = cfg.flow_matching.micro_batch_size_per_gpu
-        self.shares = Shares(len(images), images_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
+        self.shares = Shares(len(images), cfg, Training.section, self.noun, world)
         # no guidance in training: the conditional and the unconditional branch are trained separately
         self.sampler = replace(train_sampler(cfg.rollout, policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
