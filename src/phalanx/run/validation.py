@@ -17,8 +17,7 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.advantage import check_range
 from phalanx.functional.statistics import in_unit_range, mean_interval
 from phalanx.rewards.client import RewardClient, without_filling
-from phalanx.run.telemetry.curves import read_metrics
-from phalanx.run.telemetry.run_folder import METRICS_FILE
+from phalanx.run.telemetry.run_folder import read_run
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers
@@ -188,13 +187,8 @@ def _on_first(pictures: dict[int, Tensor], texts: dict[int, Kept], count: int, s
 
 def validation_summary(folder: Path) -> list[str]:
     """One line per validation set, with the first and the last mean reward in a run's metrics.jsonl."""
-    points_of: dict[str, list[tuple[int, float]]] = {}
-    for row in read_metrics(folder / METRICS_FILE):
-        for key, value in row.items():
-            if key.startswith("val/") and key.endswith("/reward/mean"):
-                points_of.setdefault(key, []).append((row["step"], value))
     lines = []
-    for key, points in points_of.items():
-        ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
-        lines.append(f"{key}: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
+    for name, points in read_run(folder).validations().items():
+        ends = dict.fromkeys((points[0], points[-1]))  # one if they are the same
+        lines.append(f"val/{name}/reward/mean: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
     return lines
