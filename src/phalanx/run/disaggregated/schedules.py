@@ -229,13 +229,6 @@ class OneStepOffSchedule(Schedule):
         return [torch.tensor(version, device=self.world.device), *trained.local_copies(self.weights)]
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    "synchronous": Schedule,
-    "pipelined": Schedule,  # of more than one chunk per step
-    "one_step_off": OneStepOffSchedule,
-}
-
-
 class RemoteCollector:
     """Provides samples with rewards of other ranks to the loop: see phalanx.training.loop.Collects."""
 
