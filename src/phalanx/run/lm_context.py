@@ -77,7 +77,8 @@ class Contexts:
             if prompt.images and sum(message["content"].count(MARK) for message in first) != len(prompt.images):
                 first = []  # a text of the environment has a mark, too
             asked.append(replace(prompt, messages=first or prompt.messages))
-            known = {"environment": _environment_texts(messages[len(first) :])}
+            answers = [message["content"] for message in messages[len(first) :] if message["role"] != "assistant"]
+            known = {"environment": "\n".join(answers)}
             known["reward"] = feedback[number] if feedback else ""
             known["peer"] = _peer_response(number, n, right, responses) if responses else ""
             known["column"] = context_of(prompt, self.config.context_key) if "column" in self.config.context else ""
@@ -119,11 +120,6 @@ def _peer_response(number: int, n: int, right: Sequence[bool], responses: Sequen
         if right[other]:
             return responses[other]
     return ""
-
-
-def _environment_texts(messages: Sequence[dict[str, Any]]) -> str:
-    """The texts of the environment among these messages."""
-    return "\n".join(message["content"] for message in messages if message["role"] != "assistant")
 
 
 def _cut(text: str, limit: int | None, policy: LMPolicy) -> str:

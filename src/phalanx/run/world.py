@@ -120,12 +120,10 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
         limit = min(timeout, most)
         if not roles.collocated:
             take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
+        if not (roles.collocated and dist.is_initialized()):
             store = later or dist.PrefixStore(start, meet(whole, timeout))
-            joined: dist.Store = dist.PrefixStore(f"role/{role}", store)
+            joined = dist.PrefixStore(f"role/{role}", store)
             dist.init_process_group(backend, None, limit, launch.world_size, launch.rank, joined)
-        elif not dist.is_initialized():
-            joined = later or dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
-            dist.init_process_group(backend, None, limit, whole.world_size, whole.rank, joined)
         # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
         # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along
         # both.
