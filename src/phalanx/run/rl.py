@@ -14,7 +14,7 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import INFERENCE, ROLLOUT
 from phalanx.rewards.client import RewardClient
 from phalanx.run.disaggregated.role_batches import part_of
-from phalanx.run.disaggregated.schedules import OneStepOffSchedule, RemoteCollector, Schedule
+from phalanx.run.disaggregated.schedules import Delivered, OneStepOffSchedule, Schedule
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.exporting import exports_of
 from phalanx.run.job import Job
@@ -134,7 +134,7 @@ def build_trainer(
         job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, exports=exports, beside=others)
         scored = INFERENCE in link_of(world).roles.ranks
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, scored_elsewhere=scored)
-        collector = RemoteCollector(schedule, rescorer)
+        collector = Delivered(schedule.collect, part.parts, rescorer)
     updater = Updater(
         cfg,
         plan,
