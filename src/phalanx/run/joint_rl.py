@@ -190,8 +190,6 @@ class JointValidator(Validator):
                 with reported_by(vars(self.parts[PAINTER].cfg), JobError, JobError):
                     metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
                 row |= metrics
-                if self.rewards.forgives:
-                    row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def _rewritten_prompts(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -71,8 +71,6 @@ class Validator:
             context = nullcontext() if weights is None else self.policy.using(weights)
             metrics, kept[name] = self.validate_set(name, prompts, context)
             row |= metrics
-            if self.rewards.forgives:
-                row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def validate_set(
@@ -142,6 +140,8 @@ class Validator:
             records.append(
                 Record(prompt.text, value, output, number, rollout.fps, scores, truth, images=shown, **beside)
             )
+        if self.rewards.forgives:
+            row |= self.rewards.take_errors(f"val/{name}/")
         return row, records
 
     def in_flight(self, step: int) -> Tensor | None:
