@@ -116,7 +116,8 @@ class FlowMatching(Task):
     def errors(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images; the first is number `first` in the batch of all ranks."""
         c, device = self.cfg.flow_matching, self.world.device
-        x0 = torch.stack([self._image_latent(i) for i in images]).to(device)
+        x0 = torch.stack([self._latents[i] if i in self._latents else self._encode_images([i])[0] for i in images])
+        x0 = x0.to(device)
         # a sample's randomness depends only on (seed, step, its number), not on the number of ranks
         seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -137,9 +138,6 @@ class FlowMatching(Task):
         s = self.sampler
         shift = self.policy.level_shift(s.num_inference_steps, s.height, s.width, frames=1)
         return shift * t / (1 + (shift - 1) * t)
-
-    def _image_latent(self, i: int) -> Tensor:
-        return self._latents[i] if i in self._latents else self._encode_images([i])[0]
 
     @torch.no_grad()
     def _encode_images(self, images: list[int]) -> Tensor:

@@ -95,11 +95,6 @@ def parts_of(states: Mapping[str, TrainState], sampling: Any, step: int, *, befo
     return parts + sampling.drawing(step)
 
 
-def frozen_of(job: KeptJob) -> list[dict[str, Tensor]]:
-    """This rank's parts of the weights that a job does not train, by the names in each of its models."""
-    return [state.model.sharded.frozen for state in job.states.values()]
-
-
 def leave(job: KeptJob) -> None:
     """Close what this process will open again; its connections to other ranks are closed."""
     job.rank_files.close()

@@ -34,7 +34,7 @@ from phalanx.kept import keep
 from phalanx.models.meeting import here
 from phalanx.run import watchdog
 from phalanx.run.generations import Generation, Regroup
-from phalanx.run.in_memory import KeptJob, Offers, frozen_of, job_parts, leave, offers_of, take
+from phalanx.run.in_memory import KeptJob, Offers, job_parts, leave, offers_of, take
 from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, unlisted
@@ -123,7 +123,8 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
     if watch is not None:
         watch.patient = True
     for name, job in jobs.items():
-        offers[name], KEPT[:] = offers_of(job), frozen_of(job)  # the runs of a sweep share what is frozen
+        offers[name] = offers_of(job)
+        KEPT[:] = [state.model.sharded.frozen for state in job.states.values()]  # the runs of a sweep share it
         if job.copies:
             width = job.world.shard_size
             offers[name] |= {(*of, width): (None, [memory], []) for of, memory in peer.copies.items()}
