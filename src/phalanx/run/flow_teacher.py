@@ -129,15 +129,9 @@ def load_teacher(
 
 def _are_equal(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
     """Whether two lists of modules have equal tensors up to the tolerance; on the meta device, equal shapes."""
-    if len(some) != len(others):
+    states = [[module.state_dict() for module in modules] for modules in (some, others)]
+    try:
+        torch.testing.assert_close(*states, rtol=rtol, atol=atol, check_device=False, check_dtype=False)
+    except AssertionError:
         return False
-    for one, other in zip(some, others, strict=True):
-        a, b = one.state_dict(), other.state_dict()
-        if a.keys() != b.keys():
-            return False
-        for name, tensor in a.items():
-            if tensor.shape != b[name].shape:
-                return False
-            if not tensor.is_meta and not torch.allclose(tensor.float(), b[name].float(), rtol, atol):
-                return False
     return True
