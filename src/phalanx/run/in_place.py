@@ -99,15 +99,11 @@ def enter() -> None:
         generation.register(None)
 
 
+@keeping_store()
 def survives(error: BaseException, lost: bool) -> bool:
     """Whether this rank goes on after an exception of its job, as a rank of the next generation. lost: the error may be
     that of a collective whose peer is gone. Raises ConfigError if node 0 has left, which keeps the store.
     """
-    with keeping_store():
-        return _goes_on(error, lost)
-
-
-def _goes_on(error: BaseException, lost: bool) -> bool:
     watch = watchdog.current
     if generation is None or not (lost or isinstance(error, Regroup | dist.DistError)):
         return False
