@@ -145,17 +145,11 @@ def _told(rows: list[Prompt], contexts: list[str], policy: LMPolicy, config: Any
         if row.images:
             messages = [message | {"content": message_parts(message["content"])} for message in messages]
         filled.append(replace(row, text=text, messages=messages))
-    result = []
-    for row, tokens in zip(filled, _tokens(filled, policy), strict=True):
-        if max(tokens, default=0) >= policy.rows:
-            token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
-            raise DataError(f"{row.place}: the teacher's prompt contains {token!r}, which the model does not embed")
-        result.append(tokens)
-    return result
+    return list(_tokens(filled, policy))
 
 
 def _tokens(rows: list[Prompt], policy: LMPolicy) -> Iterator[list[int]]:
-    """The tokens of each prompt; not by policy.encode, which may cut prompts."""
+    """The tokens of each prompt; not by policy.encode, which may cut prompts. Raises DataError for one of no row."""
     plain, shown = list[Prompt](), list[Prompt]()
     for row in rows:
         (shown if row.images else plain).append(row)
@@ -164,4 +158,8 @@ def _tokens(rows: list[Prompt], policy: LMPolicy) -> Iterator[list[int]]:
         policy.reader.render(shown, policy.data)
     texts = iter(prompt_tokens(policy.tokenizer, plain, policy.data, policy.config.path))
     for row in rows:
-        yield policy.reader.read(row, policy.data)[0] if row.images else policy.readable(next(texts))
+        tokens = policy.reader.read(row, policy.data)[0] if row.images else policy.readable(next(texts))
+        if max(tokens, default=0) >= policy.rows:
+            token = policy.tokenizer.convert_ids_to_tokens(max(tokens))
+            raise DataError(f"{row.place}: the teacher's prompt contains {token!r}, which the model does not embed")
+        yield tokens
