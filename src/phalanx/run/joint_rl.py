@@ -165,11 +165,7 @@ class JointValidator(Validator):
         painter = parts[PAINTER]
         super().__init__(painter.cfg, world, painter.policy, painter.rollout, rewards, val_sets, timers)
         self.parts, self.rewriter, self.kinds = parts, rewriter, cfg.rewrite.validate
-
-    @property
-    def validates(self) -> int:
-        """Number of held-out prompts of all sets, once per kind."""
-        return super().validates * len(self.kinds)
+        self.validates *= len(self.kinds)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
         """See Validator; each policy uses its own moving average."""

@@ -21,7 +21,7 @@ from phalanx.run.telemetry.run_folder import read_run
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import Records
+from phalanx.training.components import Records, Sampling
 from phalanx.types import KeepsSamples, Outputs, Policy, Prompt, Rollout
 
 Kept = tuple[Output, dict[str, Any]]  # an output, and further fields of its Record
@@ -29,7 +29,7 @@ Kept = tuple[Output, dict[str, Any]]  # an output, and further fields of its Rec
 log = logging.getLogger(__name__)
 
 
-class Validator:
+class Validator(Sampling):
     """Validates with all ranks of its world: see phalanx.training.components.Sampling."""
 
     def __init__(
@@ -46,11 +46,7 @@ class Validator:
         self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
         self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
         self.keeps = rollout if isinstance(rollout, KeepsSamples) else None
-
-    @property
-    def validates(self) -> int:
-        """Number of held-out prompts of all sets."""
-        return sum(map(len, self.val_sets.values()))
+        self.validates = sum(map(len, val_sets.values()))
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         """Hand a checkpoint's samples in flight to the rollout, if it keeps samples."""
@@ -151,10 +147,6 @@ class Validator:
     def held(self, step: int) -> list[Tensor]:
         """See Sampling."""
         return [] if self.keeps is None else [self.keeps.in_flight(step)]
-
-    def drawing(self, step: int) -> list[Tensor]:
-        """See Sampling; nothing is drawn ahead."""
-        return []
 
     def end(self, stop: int = 0) -> None:
         """Close the rollout; there are no ranks of other roles."""

@@ -22,7 +22,7 @@ from phalanx.run import in_place
 from phalanx.run.disaggregated.wire import Mail, deserialize_records
 from phalanx.run.link import VALIDATION, Order
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import Records, TrainedPolicy
+from phalanx.training.components import Records, Sampling, TrainedPolicy
 from phalanx.training.exchange import concatenate, deserialize, serialize
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Collected, JobError, Samples
@@ -33,10 +33,10 @@ Rescore = Callable[[Samples], tuple[Samples, dict[str, float]]]
 IN_FLIGHT = "in flight"  # the name of the weights that drew the samples in flight
 
 
-class Schedule:
+class Schedule(Sampling):
     """The actor's side of the link: orders each step and receives its samples, in one or several chunks.
 
-    It implements phalanx.training.components.Sampling; the training loop uses it through Delivered.
+    The training loop uses it through Delivered.
     """
 
     def __init__(
@@ -156,10 +156,6 @@ class Schedule:
         """See phalanx.training.components.Sampling."""
         pending = self._pending.get(step)
         return [] if pending is None else [pending]
-
-    def drawing(self, step: int) -> list[Tensor]:
-        """See phalanx.training.components.Sampling; nothing is drawn ahead."""
-        return []
 
 
 class OneStepOffSchedule(Schedule):
