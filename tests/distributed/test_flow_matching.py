@@ -19,7 +19,7 @@ from phalanx.run import flow_matching
 from phalanx.run.rules import load_config
 from tests.helpers.checks import refused
 from tests.helpers.jobs import full_weights, rows
-from tests.helpers.kinds import check
+from tests.helpers.kinds import check, plan_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tasks import run_task
 
@@ -92,11 +92,11 @@ def test_it_learns(sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
 def test_a_batch_per_rank(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path / "pictures.jsonl", tmp_path, "data.train_batch_size=32")
     cfg.data.train_batch_size_per_gpu = 4
-    assert [flow_matching.images_of_rank(cfg, ranks) for ranks in (1, 3, 8)] == [4, 4, 4]
+    assert [plan_of(cfg, ranks) for ranks in (1, 3, 8)] == [4, 4, 4]
     cfg.data.train_batch_size_per_gpu = 5
     message = "data.train_batch_size_per_gpu: 5 images do not divide by flow_matching.micro_batch_size_per_gpu 2; "
     with refused(message + "nearest that do: 4 or 6", ConfigError):
-        flow_matching.images_of_rank(cfg, 3)
+        plan_of(cfg, 3)
 
 
 @pytest.mark.parametrize(

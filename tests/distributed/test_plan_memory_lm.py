@@ -23,6 +23,7 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed.mesh import alone
 from phalanx.run import joint_rl
+from phalanx.run.disaggregated.schedules import Delivered
 from phalanx.run.kind import kind_of
 from phalanx.run.rl import build
 from phalanx.run.rules import load_config
@@ -310,7 +311,7 @@ def step(t: Any, during: Any) -> None:
     drawn = t.draw(0)
     for name, updater in t.updaters.items():
         learn = during(f"{name}: update", joint_rl.train_step)
-        learn(t.job, joint_rl.Drawn(drawn.pop(name)), updater, 0)
+        learn(t.job, Delivered(lambda *_, of=name: drawn.pop(of)), updater, 0)
 
 
 @pytest.mark.long

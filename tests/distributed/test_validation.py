@@ -227,7 +227,9 @@ def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple
     rank = dist.get_rank()
     world = SimpleNamespace(rank=rank, data_rank=rank, data_size=dist.get_world_size(), context_size=1)
     client = SimpleNamespace(
-        submit=lambda outputs, sampled: rewards.extend(reward(outputs)), score=lambda: (torch.tensor(rewards), {})
+        submit=lambda outputs, sampled: rewards.extend(reward(outputs)),
+        score=lambda: (torch.tensor(rewards), {}),
+        forgives=False,
     )
     unused = cast(Any, None)
     validator = Validator(cfg, cast(Any, world), unused, rollout, cast(Any, client), {}, unused)

@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.run import TrainerConfig
+from phalanx.run.telemetry.curves import Curves
 from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.telemetry.records import Record
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'
 VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+def curves_of(*rows: dict[str, Any]) -> Curves:
+    curves = Curves()
+    for row in rows:
+        curves.add(row)
+    return curves
 
 
 class Page(HTMLParser):

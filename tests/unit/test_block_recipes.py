@@ -39,7 +39,7 @@ def kind(path: Path) -> Any:
 def test_batches_divide(path: Path) -> None:
     cfg = load_config(kind(path), str(path), [])
     if path.stem.endswith("sft"):
-        each = block_diffusion_sft.samples_of_rank(cfg, ranks_of(path))
+        each = plan_of(cfg, ranks_of(path))
     else:
         each = plan_of(cfg, ranks_of(path)).per_rank // cfg.rollout.n
     assert each * ranks_of(path) == cfg.data.train_batch_size

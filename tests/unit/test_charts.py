@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from phalanx.run.telemetry.curves import Curves, Points
+from phalanx.run.telemetry.curves import Points
 from phalanx.run.telemetry.run_folder import Run
 from phalanx.tools.board.charts import COLOURS, charts_of, thin
+from tests.helpers.pages import curves_of
 
 
 def of_rows(*rows: dict[str, Any], label: str = "") -> Run:
-    return Run(Path("run"), label, Curves.of(rows), None, {})
+    return Run(Path("run"), label, curves_of(*rows), None, {})
 
 
 class TestCharts:

@@ -15,7 +15,7 @@ from phalanx.run.telemetry.run_folder import RunReader
 from phalanx.tools.board.samples import Room, samples_html
 from phalanx.tools.board.watch import Watcher
 from tests.helpers.hostile import in_child, png
-from tests.helpers.pages import add_ranks, run
+from tests.helpers.pages import add_ranks, curves_of, run
 
 
 def line(step: int, **row: Any) -> str:
@@ -81,15 +81,16 @@ def test_warnings_are_those_of_all_rows_each_once(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Curves(limit=1000)
+    monkeypatch.setattr(curves, "MOST_VALUES", 1000)
+    kept = Curves()
     for step in range(10_000):
         kept.add({"step": step, "a": step, "b": None})
     points = kept.points["a"]
     assert len(points) <= 1000 and points[-1] == (9999, 9999.0) and len(points) + kept.left_out == 10_000
     assert (kept.rows, kept.last_step, kept.points["b"]) == (10_000, 9999, [])
     monkeypatch.setattr(curves, "MOST_NAMES", 2)
-    assert list(Curves.of([{"step": 1, "a": 1, "b": 2, "c": 3}]).points) == ["a", "b"]
-    names = Curves.of([{"step": 1, "x" * 900: 1}]).points
+    assert list(curves_of({"step": 1, "a": 1, "b": 2, "c": 3}).points) == ["a", "b"]
+    names = curves_of({"step": 1, "x" * 900: 1}).points
     assert [len(name) for name in names] == [200]
     assert Points([1, 3], [1.0, 2.0]).aligned([1, 2, 3]) == [(1, 1.0), (2, 0.0), (3, 2.0)]
 

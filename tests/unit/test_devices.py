@@ -79,7 +79,7 @@ def test_bfloat16_on_a_gpu_without_it(t4: None, monkeypatch: pytest.MonkeyPatch)
         start.start_job(train("model.dtype=bfloat16"))
     judged = train("model.dtype=float32", "reward.model.path=judge", "reward.functions=[{path: ocr}]")
     with refused(f"reward.model.dtype: {NO_BFLOAT16}reward.model.dtype=float32", ConfigError):
-        start.build_rewards(judged, world)  # type: ignore[arg-type]
+        start.build_rewards(judged, world, (), {})  # type: ignore[arg-type]
 
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,9 @@ def test_connections_that_ranks_accepted_are_severed_and_no_others() -> None:
 
 def test_a_row_that_the_lost_first_rank_may_not_have_written_is_written_again() -> None:
     model = SimpleNamespace(parameters={})
-    state = SimpleNamespace(model=model, kept=None, changed=False, updates=3, local_parts=list, parts_before=list)
+    state = SimpleNamespace(model=model, kept=None, changed=False, local_parts=list, parts_before=list)
     sampling = SimpleNamespace(held=lambda step: [f"samples in flight after step {step}"], drawing=lambda step: [])
-    job: Any = SimpleNamespace(stops=SimpleNamespace(before=Progress(step=4)), progress=Progress(step=5))
+    job: Any = SimpleNamespace(stops=SimpleNamespace(before=Progress(step=4)), progress=Progress(step=5, updates=3))
     vars(job).update(states={"": state}, unconfirmed={"loss": 1.0}, world=SimpleNamespace(rank=1, shard_size=2))
     job.sampling = sampling
     (offered, _, held) = offers_of(job)[5, 0, 1]  # nothing is sharded

@@ -34,7 +34,6 @@ class Watch(Protocol):
     hosts: Sequence[str]
     interval: float
     stop: Any
-    sever: Any
 
     def listen(self) -> None: ...
     def ask(self) -> None: ...

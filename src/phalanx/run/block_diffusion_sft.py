@@ -19,7 +19,6 @@ from phalanx.data.data_files import DataError
 from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images
 from phalanx.data.unusable import above_limit
 from phalanx.distributed.collectives import reduce_float, reduce_int
-from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_states import States, Views, states_of
@@ -27,7 +26,6 @@ from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.run import rules
 from phalanx.run.kind import sampling_parts
 from phalanx.run.lm_kind import Blocks
-from phalanx.run.roles import Roles
 from phalanx.run.start import start_job
 from phalanx.run.supervised_job import supervised_trainer
 from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank
@@ -60,12 +58,6 @@ class Noised:
     scale: float = 0.0
 
 
-def samples_of_rank(cfg: BlockDiffusionTaskConfig, ranks: int) -> int:
-    """Samples per step of each of `ranks` ranks with different samples; ConfigError if the batch does not divide."""
-    micro, key = cfg.block_diffusion.micro_batch_size_per_gpu, "block_diffusion.micro_batch_size_per_gpu"
-    return share_of_rank(cfg, micro, key, "samples", ranks)
-
-
 class Training(Blocks):
     """The job's kind, and that of its checkpoints: see phalanx.run.kind."""
 
@@ -79,12 +71,9 @@ class Training(Blocks):
     def check_config(self) -> None:
         rules.check_start(self.cfg)
 
-    def plan(self, ranks: int) -> None:
-        """None: a step's samples are those of Shares."""
-
-    def check_roles(self, roles: Roles, launch: Launch) -> int:
+    def plan(self, ranks: int) -> int:
         """The samples per rank and step."""
-        return samples_of_rank(self.cfg, self.cfg.parallel.data_ranks(roles.world_size))
+        return share_of_rank(self.cfg, self.section, self.drawn, ranks)
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"chunk": self.cfg.block_diffusion.log_prob_chunk_size, "trim": True}
@@ -167,8 +156,7 @@ class BlockDiffusion(Task):
         self, cfg: BlockDiffusionTaskConfig, policy: BlockDiffusionPolicy, examples: list[Example], world: World
     ) -> None:
         self.cfg, self.policy, self.examples, self.world = cfg, policy, examples, world
-        micro = cfg.block_diffusion.micro_batch_size_per_gpu
-        self.shares = Shares(len(examples), samples_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
+        self.shares = Shares(len(examples), cfg, Training.section, self.noun, world)
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples with fresh noise, a function of (trainer.seed, step, the sample's number in the batch)."""

@@ -50,15 +50,6 @@ ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha
 FULL = 2**20  # a disk with fewer free bytes counts as full
 
 
-def _unseen_file(folder: Path, names: Iterable[str]) -> str | None:
-    """Describe a file of another rank that is not visible here; None if all are."""
-    # If each node wrote to a local disk, each would have only a part, which otherwise only a resume would reveal.
-    for name in names:
-        if not (folder / name).exists():
-            return f"rank 0 cannot see {name}: trainer.output_dir must be on a file system that all nodes share"
-    return None
-
-
 def _staged_state(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a checkpoint's contents in CPU memory."""
     stager = DefaultStager(StagingOptions(*[False] * 4))
@@ -249,7 +240,12 @@ class Checkpointer:
         for written in parts:
             checksums |= written
         try:
-            problem = problem or _unseen_file(part, checksums)
+            # if each node wrote to a local disk, each has only a part, which otherwise only a resume would reveal
+            for name in checksums:
+                if problem is None and not (part / name).exists():
+                    problem = (
+                        f"rank 0 cannot see {name}: trainer.output_dir must be on a file system that all nodes share"
+                    )
             if problem is None:
                 self._writer.write_metadata(part, layouts)
                 self._publish_folder(part, final, meta, checksums | {METADATA: file_checksum(part / METADATA)})

@@ -29,7 +29,7 @@ from phalanx.run.flow_components import (
     name_unused_columns,
     sampled_parts,
 )
-from phalanx.run.flow_teacher import check_teacher, guided_reference, load_teacher, own_teacher, with_context
+from phalanx.run.flow_teacher import ContextFlowTeacher, check_teacher, guided_reference, load_teacher, with_context
 from phalanx.run.kind import PolicyKind, Schemas, Sets
 from phalanx.run.roles import Roles
 from phalanx.training.minibatches import BatchPlan
@@ -65,6 +65,8 @@ class Flow(PolicyKind):
 
     def check_roles(self, roles: Roles, launch: Launch) -> Any:
         plan = super().check_roles(roles, launch)
+        if roles.collocated:
+            return plan
         part = of_role(plan, self.cfg, roles, ROLLOUT)
         if part.per_rank % part.rollout_micro:  # the last pass would have another shape than the replay
             raise ConfigError(
@@ -159,14 +161,14 @@ class Flow(PolicyKind):
         return build_rollout(policy, config, world, config.micro_batch_size_per_gpu or self.together, window=False)
 
     def load_beside(self, policy: FlowPolicy, plan: BatchPlan, algorithm: Algorithm, rollout: Any) -> dict[str, Any]:
-        world, teachers = policy.world, {}
+        cfg, micro, teachers = self.cfg, plan.rollout_micro, dict[str, Any]()
         for teacher in algorithm.teachers:
-            teachers[teacher.name] = load_teacher(teacher, self.cfg, policy, world, plan.rollout_micro)
+            teachers[teacher.name] = load_teacher(teacher, cfg, policy, micro)
         if TEACHER in algorithm.averages:
-            teachers[TEACHER] = own_teacher(self.cfg, policy, plan.rollout_micro)
-        scale = vars(self.cfg.algorithm).get("reference_guidance")
+            teachers[TEACHER] = ContextFlowTeacher(policy, policy, cfg, micro, cfg.algorithm.teacher_guidance)
+        scale = vars(cfg.algorithm).get("reference_guidance")
         if scale is not None:
-            teachers["reference"] = guided_reference(scale, self.cfg, policy, world, plan.rollout_micro)
+            teachers["reference"] = guided_reference(scale, cfg, policy, micro)
         # encode the teachers' prompts together with the policy's, so that all text encoders are on the device only
         # before a rollout and never during training
         for loaded in teachers.values() if rollout is not None else ():

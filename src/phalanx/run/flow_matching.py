@@ -17,7 +17,6 @@ from torch import Tensor
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.config.messages import ConfigError, told_as
 from phalanx.data.images import ImageTextData
-from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy
@@ -26,7 +25,6 @@ from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.run import rules
 from phalanx.run.flow_kind import Flow
 from phalanx.run.kind import sampling_parts
-from phalanx.run.roles import Roles
 from phalanx.run.start import start_job
 from phalanx.run.supervised_job import supervised_trainer
 from phalanx.run.usable_images import usable_rows
@@ -56,18 +54,9 @@ class Training(Flow):
         if not family_of(model).encodes_images:
             raise ConfigError(f"model.path: {model.path!r} cannot encode images; flow matching trains on images")
 
-    def plan(self, ranks: int) -> None:
-        """None: a step's samples are those of Shares."""
-
-    def check_roles(self, roles: Roles, launch: Launch) -> int:
+    def plan(self, ranks: int) -> int:
         """The images per rank and step."""
-        return images_of_rank(self.cfg, self.cfg.parallel.data_ranks(roles.world_size))
-
-
-def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
-    """Images per rank and step; ConfigError if the batch does not divide."""
-    micro, key = cfg.flow_matching.micro_batch_size_per_gpu, "flow_matching.micro_batch_size_per_gpu"
-    return share_of_rank(cfg, micro, key, "images", world_size)
+        return share_of_rank(self.cfg, self.section, self.drawn, ranks)
 
 
 def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
@@ -98,8 +87,7 @@ class FlowMatching(Task):
     ) -> None:
         """`rollout`, a PolicyRollout, embeds the prompts."""
         self.cfg, self.policy, self.rollout, self.images, self.world = cfg, policy, rollout, images, world
-        micro = cfg.flow_matching.micro_batch_size_per_gpu
-        self.shares = Shares(len(images), images_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
+        self.shares = Shares(len(images), cfg, Training.section, self.noun, world)
         # no guidance in training: the conditional and the unconditional branch are trained separately
         self.sampler = replace(train_sampler(cfg.rollout, policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
@@ -127,7 +115,8 @@ class FlowMatching(Task):
     def errors(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images; the first is number `first` in the batch of all ranks."""
         c, device = self.cfg.flow_matching, self.world.device
-        x0 = torch.stack([self._image_latent(i) for i in images]).to(device)
+        x0 = torch.stack([self._latents[i] if i in self._latents else self._encode_images([i])[0] for i in images])
+        x0 = x0.to(device)
         # a sample's randomness depends only on (seed, step, its number), not on the number of ranks
         seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -148,9 +137,6 @@ class FlowMatching(Task):
         s = self.sampler
         shift = self.policy.level_shift(s.num_inference_steps, s.height, s.width, frames=1)
         return shift * t / (1 + (shift - 1) * t)
-
-    def _image_latent(self, i: int) -> Tensor:
-        return self._latents[i] if i in self._latents else self._encode_images([i])[0]
 
     @torch.no_grad()
     def _encode_images(self, images: list[int]) -> Tensor:

@@ -12,7 +12,6 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.config.section import copy_with, reported_by
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.data.unusable import context_of
-from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
@@ -36,7 +35,7 @@ def check_kind(teacher: Teacher, kind: str, expected: str) -> None:
 
 
 class LoadedFlowTeacher:
-    """A teacher sharded over the mesh, in model.dtype. `rollout` only embeds its prompts and never samples.
+    """A teacher sharded over the mesh, in model.dtype. Its rollout only embeds its prompts and never samples.
 
     It uses the policy's VAE, and the policy's text encoders and embeddings if its own encoders have equal weights;
     otherwise it keeps its own.
@@ -44,8 +43,13 @@ class LoadedFlowTeacher:
 
     told = False
 
-    def __init__(self, student: FlowPolicy, policy: FlowPolicy, rollout: PolicyRollout) -> None:
-        self.student, self.policy, self.rollout = student, policy, rollout
+    def __init__(
+        self, student: FlowPolicy, policy: FlowPolicy, cfg: FlowRLConfig, micro: int, scale: float | None
+    ) -> None:
+        """scale: guidance scale of its velocities; None: that of the rollout."""
+        self.student, self.policy = student, policy
+        guidance: dict[str, Any] = {} if scale is None else {policy.model.guidance_key: scale}
+        self.rollout = PolicyRollout(policy, copy_with(cfg.rollout, **guidance), student.world, micro)
 
     def relative_cost(self, samples: Samples) -> float:
         """Operations of the teacher's pass over a sample, relative to the policy's."""
@@ -94,33 +98,19 @@ def with_context(rows: list[Prompt], key: str) -> list[Prompt]:
     return [replace(row, told=context_of(row, key)) for row in rows]
 
 
-def own_teacher(cfg: FlowRLConfig, policy: FlowPolicy, micro: int) -> ContextFlowTeacher:
-    """The policy as its own teacher, with the guidance scale of the algorithm's teacher."""
-    scale = vars(cfg.algorithm)["teacher_guidance"]
-    guidance: dict[str, Any] = {} if scale is None else {policy.model.guidance_key: scale}
-    return ContextFlowTeacher(
-        policy, policy, PolicyRollout(policy, copy_with(cfg.rollout, **guidance), policy.world, micro)
-    )
-
-
-def guided_reference(
-    scale: float, cfg: FlowRLConfig, policy: FlowPolicy, world: World, micro: int
-) -> LoadedFlowTeacher:
+def guided_reference(scale: float, cfg: FlowRLConfig, policy: FlowPolicy, micro: int) -> LoadedFlowTeacher:
     """The policy's reference, whose velocities have another guidance scale than the policy's."""
     if policy.model.distilled and scale > 1:
         raise ValueError(
             f"{cfg.algorithm:reference_guidance}: {scale:g}: the model is distilled to do without guidance"
         )
-    guidance: dict[str, Any] = {policy.model.guidance_key: scale}
-    rollout = PolicyRollout(policy, copy_with(cfg.rollout, **guidance), world, micro)
-    return LoadedFlowTeacher(policy, policy, rollout)
+    return LoadedFlowTeacher(policy, policy, cfg, micro, scale)
 
 
 def load_teacher(
     teacher: Teacher,
     cfg: FlowRLConfig,
     student: FlowPolicy,
-    world: World,
     micro: int,
     build: Callable[..., FlowPolicy] = build_policy,
 ) -> LoadedFlowTeacher:
@@ -128,28 +118,20 @@ def load_teacher(
     model = taught_model(teacher, cfg.model)
     with reported_by({"model": model}):
         options = {"seed": cfg.trainer.seed, "detach_uncond": False, "frozen": True}
-        load = partial(build, model, cfg.parallel, cfg.data, world, **options)
+        load = partial(build, model, cfg.parallel, cfg.data, student.world, **options)
         policy = shared(f"teacher {teacher}", load)
     ours, theirs = student.model, policy.model
     if not _are_equal([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so its latents differ")
     policy.share(student, text=_are_equal(ours.text_encoders, theirs.text_encoders))
-    guidance: dict[str, Any] = {} if teacher.guidance is None else {theirs.guidance_key: teacher.guidance}
-    rollout = PolicyRollout(policy, copy_with(cfg.rollout, **guidance), world, micro)
-    return LoadedFlowTeacher(student, policy, rollout)
+    return LoadedFlowTeacher(student, policy, cfg, micro, teacher.guidance)
 
 
 def _are_equal(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
     """Whether two lists of modules have equal tensors up to the tolerance; on the meta device, equal shapes."""
-    if len(some) != len(others):
+    states = [[module.state_dict() for module in modules] for modules in (some, others)]
+    try:
+        torch.testing.assert_close(*states, rtol=rtol, atol=atol, check_device=False, check_dtype=False)
+    except AssertionError:
         return False
-    for one, other in zip(some, others, strict=True):
-        a, b = one.state_dict(), other.state_dict()
-        if a.keys() != b.keys():
-            return False
-        for name, tensor in a.items():
-            if tensor.shape != b[name].shape:
-                return False
-            if not tensor.is_meta and not torch.allclose(tensor.float(), b[name].float(), rtol, atol):
-                return False
     return True

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, exchange
 from phalanx.distributed.mesh import World
 from phalanx.run.peer_copy import packed, unpack
+from phalanx.training.optim import TrainState
 from phalanx.training.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -21,20 +22,6 @@ LEFT = OSError, RuntimeError, ValueError  # the last one where a group was abort
 # By step, shard and number of shards: the counters after the step, this rank's part of each tensor, and the samples in
 # flight; or no counters, and the bytes of another rank's parts.
 Offers = dict[tuple[int, int, int], tuple[Progress | None, list[Tensor], list[Tensor]]]
-
-
-class KeptState(Protocol):
-    """A phalanx.training.optim.TrainState."""
-
-    kept: Any
-    changed: bool
-    model: Any
-
-    @property
-    def updates(self) -> int: ...
-    def loaded(self, updates: int) -> None: ...
-    def local_parts(self) -> list[Tensor]: ...
-    def parts_before(self) -> list[Tensor]: ...
 
 
 class KeptJob(Protocol):
@@ -52,7 +39,7 @@ class KeptJob(Protocol):
     unconfirmed: dict[str, float] | None
 
     @property
-    def states(self) -> Mapping[str, KeptState]: ...
+    def states(self) -> Mapping[str, TrainState]: ...
 
 
 def offers_of(job: KeptJob) -> Offers:
@@ -63,8 +50,6 @@ def offers_of(job: KeptJob) -> Offers:
     shard = job.world.rank % width
     copied = all(state.kept is not None or not state.changed for state in states)
     if before.step < progress.step:  # the step is complete on this rank
-        progress.updates = next(iter(states)).updates
-        progress.updates_beside = {name: state.updates for name, state in job.states.items() if name}
         after = copy(progress)
         after.unfinished = after.unfinished or job.unconfirmed  # the first rank may be lost before it wrote this row
         offers[progress.step, shard, width] = after, job_parts(job), job.sampling.held(progress.step)
@@ -75,7 +60,7 @@ def offers_of(job: KeptJob) -> Offers:
     return offers
 
 
-def width_of(states: Iterable[KeptState], world: World) -> int:
+def width_of(states: Iterable[TrainState], world: World) -> int:
     """Number of ranks that share one copy of the state; 1 if each has all that is trained."""
     for state in states:
         if any(isinstance(p, DTensor) for p in state.model.parameters.values()):
@@ -83,7 +68,7 @@ def width_of(states: Iterable[KeptState], world: World) -> int:
     return 1
 
 
-def copies_to_peers(asked: bool, states: Iterable[KeptState], world: World, *, in_place: bool) -> bool:
+def copies_to_peers(asked: bool, states: Iterable[TrainState], world: World, *, in_place: bool) -> bool:
     """Whether ranks keep copies of each other's parts; the first one warns of copies without a use, and of missing
     ones. asked: trainer.peer_copy.
     """
@@ -100,7 +85,7 @@ def job_parts(job: KeptJob) -> list[Tensor]:
     return parts_of(job.states, job.sampling, job.progress.step)
 
 
-def parts_of(states: Mapping[str, KeptState], sampling: Any, step: int, *, before: bool = False) -> list[Tensor]:
+def parts_of(states: Mapping[str, TrainState], sampling: Any, step: int, *, before: bool = False) -> list[Tensor]:
     """This rank's parts of all states, now or before the updates of this step, and of the weights that draw what is in
     flight after `step`.
     """
@@ -108,11 +93,6 @@ def parts_of(states: Mapping[str, KeptState], sampling: Any, step: int, *, befor
     for state in states.values():
         parts += state.parts_before() if before else state.local_parts()
     return parts + sampling.drawing(step)
-
-
-def frozen_of(job: KeptJob) -> list[dict[str, Tensor]]:
-    """This rank's parts of the weights that a job does not train, by the names in each of its models."""
-    return [state.model.sharded.frozen for state in job.states.values()]
 
 
 def leave(job: KeptJob) -> None:
@@ -128,7 +108,7 @@ def leave(job: KeptJob) -> None:
 
 @torch.no_grad()
 def take(
-    offers: Offers, states: Mapping[str, KeptState], sampling: Any, world: World
+    offers: Offers, states: Mapping[str, TrainState], sampling: Any, world: World
 ) -> tuple[Progress, list[Tensor]] | None:
     """Fill the states with the latest one whose shards ranks offer, and return its counters and samples in flight; None
     if there is none. All ranks call this together.

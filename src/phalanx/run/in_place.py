@@ -34,11 +34,12 @@ from phalanx.kept import keep
 from phalanx.models.meeting import here
 from phalanx.run import watchdog
 from phalanx.run.generations import Generation, Regroup
-from phalanx.run.in_memory import KeptJob, KeptState, Offers, frozen_of, job_parts, leave, offers_of, take
+from phalanx.run.in_memory import KeptJob, Offers, job_parts, leave, offers_of, take
 from phalanx.run.peer_copy import PeerCopy
 from phalanx.run.rendezvous import connect_store
 from phalanx.run.severed import listening_ports, unlisted
 from phalanx.run.spares import role_of
+from phalanx.training.optim import TrainState
 from phalanx.training.progress import Progress
 
 LOADING_S = 60.0  # for new ranks to import the libraries
@@ -98,15 +99,11 @@ def enter() -> None:
         generation.register(None)
 
 
+@keeping_store()
 def survives(error: BaseException, lost: bool) -> bool:
     """Whether this rank goes on after an exception of its job, as a rank of the next generation. lost: the error may be
     that of a collective whose peer is gone. Raises ConfigError if node 0 has left, which keeps the store.
     """
-    with keeping_store():
-        return _goes_on(error, lost)
-
-
-def _goes_on(error: BaseException, lost: bool) -> bool:
     watch = watchdog.current
     if generation is None or not (lost or isinstance(error, Regroup | dist.DistError)):
         return False
@@ -122,7 +119,8 @@ def _goes_on(error: BaseException, lost: bool) -> bool:
     if watch is not None:
         watch.patient = True
     for name, job in jobs.items():
-        offers[name], KEPT[:] = offers_of(job), frozen_of(job)  # the runs of a sweep share what is frozen
+        offers[name] = offers_of(job)
+        KEPT[:] = [state.model.sharded.frozen for state in job.states.values()]  # the runs of a sweep share it
         if job.copies:
             width = job.world.shard_size
             offers[name] |= {(*of, width): (None, [memory], []) for of, memory in peer.copies.items()}
@@ -247,7 +245,7 @@ def copy_state() -> None:
             peer.update(job_parts(job), job.progress.step, job.world)
 
 
-def taken(states: Mapping[str, KeptState], sampling: Any, world: World) -> tuple[Progress, list[Tensor]] | None:
+def taken(states: Mapping[str, TrainState], sampling: Any, world: World) -> tuple[Progress, list[Tensor]] | None:
     """Take the state that survivors have, in place; its counters and samples in flight, None in the first generation
     and if there is none. All ranks call this together.
     """

@@ -29,6 +29,7 @@ from phalanx.run.keep_best import check_metric, judgement
 from phalanx.run.provenance import with_whole_path, write_provenance
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
+from phalanx.run.telemetry.run_folder import CONFIG_FILE
 from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.run.validation import validation_summary
 from phalanx.run.world import stop_world
@@ -39,7 +40,6 @@ from phalanx.training.stops import Stops
 from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
-CONFIG_FILE = "config.yaml"
 
 
 class Job:

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.messages import ConfigError
@@ -28,6 +27,7 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
+from phalanx.run.disaggregated.schedules import Delivered
 from phalanx.run.exporting import exports_of
 from phalanx.run.job import Job
 from phalanx.run.kind import Kind, PolicyKind, Sets, kind_of
@@ -44,7 +44,7 @@ from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
 from phalanx.training.rescorer import Rescorer
 from phalanx.training.update import Updater
-from phalanx.types import Algorithm, Collected, JobError, Outputs, Prompt, Rollout, Samples
+from phalanx.types import Algorithm, Collected, JobError, Outputs, Prompt, Rollout
 
 
 @dataclass
@@ -66,23 +66,6 @@ class Part:
         """A context with the weights to validate: the moving average if there is one."""
         averaged = self.state is not None and self.state.ema is not None
         return self.policy.using("ema") if averaged else nullcontext()
-
-
-class Drawn:
-    """The samples of a training step that were already collected: see phalanx.training.loop.Collects."""
-
-    chunks = 1
-
-    def __init__(self, collected: Collected) -> None:
-        self.collected = collected
-
-    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
-        """The samples and all metrics."""
-        return self.collected.samples, self.collected.row
-
-    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
-        """The rewards, without further metrics."""
-        return samples, self.collected.reward, {}
 
 
 class JointTrainer(Training):
@@ -117,7 +100,8 @@ class JointTrainer(Training):
             if trains(self.cfg, name, step):
                 start = time.perf_counter() - self.seconds[name]  # the step includes the time it took to sample
                 with reported_by(vars(self.parts[name].cfg), JobError, JobError):
-                    numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
+                    delivered = Delivered(lambda *_, given=collected: given)
+                    numbers = train_step(self.job, delivered, self.updaters[name], step, start)
             else:
                 numbers = collected.row
             row |= named(name, numbers)
@@ -181,11 +165,7 @@ class JointValidator(Validator):
         painter = parts[PAINTER]
         super().__init__(painter.cfg, world, painter.policy, painter.rollout, rewards, val_sets, timers)
         self.parts, self.rewriter, self.kinds = parts, rewriter, cfg.rewrite.validate
-
-    @property
-    def validates(self) -> int:
-        """Number of held-out prompts of all sets, once per kind."""
-        return super().validates * len(self.kinds)
+        self.validates *= len(self.kinds)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
         """See Validator; each policy uses its own moving average."""
@@ -206,8 +186,6 @@ class JointValidator(Validator):
                 with reported_by(vars(self.parts[PAINTER].cfg), JobError, JobError):
                     metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
                 row |= metrics
-                if self.rewards.forgives:
-                    row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def _rewritten_prompts(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -19,13 +19,14 @@ from phalanx.config.run import RunConfig
 from phalanx.data.prompts import validation_sets
 from phalanx.distributed.collectives import same_everywhere
 from phalanx.distributed.launch_env import Launch
-from phalanx.distributed.mesh import World
+from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
+from phalanx.distributed.placement import place
 from phalanx.models.meeting import here
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
 from phalanx.run import batch_plan, rules
-from phalanx.run.disaggregated.role_batches import checked
+from phalanx.run.disaggregated.role_batches import of_role
 from phalanx.run.keep_best import check_sets
 from phalanx.run.roles import Roles
 from phalanx.run.start import JobComponents, build_rewards, fitting_sets
@@ -96,8 +97,20 @@ class Kind:
         rules.check_start(self.cfg, self.build_algorithm())
 
     def check_roles(self, roles: Roles, launch: Launch) -> Any:
-        """The batch sizes of a step on the actor's ranks; ConfigError if those of any role do not divide."""
-        return checked(self.cfg, self.plan, roles, launch)
+        """The batch sizes of a step on the actor's ranks; ConfigError for a configuration that the roles cannot run."""
+        cfg, rollout = self.cfg, self.cfg.rollout
+        plan = self.plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
+        for role in () if roles.collocated else roles.ranks:
+            of_role(plan, cfg, roles, role)
+        if not roles.collocated and rollout.schedule == "pipelined" and rollout.parts % plan.updates:
+            raise ConfigError(
+                f"rollout.parts: {rollout.parts} parts do not divide over the {plan.updates} updates of a step; "
+                f"expected a multiple of {plan.updates}"
+            )
+        if cfg.reward.model.path is not None:
+            samplers = roles.launch(ROLLOUT, launch)
+            place(cfg.reward.model, samplers.world_size, samplers.local_world_size)
+        return plan
 
     def check_model(self) -> None:
         """Raise ConfigError for settings that do not fit the model folder."""
@@ -113,7 +126,7 @@ class Kind:
         return algorithm
 
     def plan(self, ranks: int) -> Any:
-        """The BatchPlan sizes of a step on `ranks` ranks; ConfigError with the numbers if they do not divide."""
+        """The sizes of a step on `ranks` ranks, a BatchPlan; ConfigError with the numbers if they do not divide."""
         return batch_plan.plan(self.cfg, self.build_algorithm(), ranks)
 
     def form(self, *, answered: bool = False, train: bool = False) -> dict[str, Any]:

@@ -77,7 +77,8 @@ class Contexts:
             if prompt.images and sum(message["content"].count(MARK) for message in first) != len(prompt.images):
                 first = []  # a text of the environment has a mark, too
             asked.append(replace(prompt, messages=first or prompt.messages))
-            known = {"environment": _environment_texts(messages[len(first) :])}
+            answers = [message["content"] for message in messages[len(first) :] if message["role"] != "assistant"]
+            known = {"environment": "\n".join(answers)}
             known["reward"] = feedback[number] if feedback else ""
             known["peer"] = _peer_response(number, n, right, responses) if responses else ""
             known["column"] = context_of(prompt, self.config.context_key) if "column" in self.config.context else ""
@@ -121,11 +122,6 @@ def _peer_response(number: int, n: int, right: Sequence[bool], responses: Sequen
     return ""
 
 
-def _environment_texts(messages: Sequence[dict[str, Any]]) -> str:
-    """The texts of the environment among these messages."""
-    return "\n".join(message["content"] for message in messages if message["role"] != "assistant")
-
-
 def _cut(text: str, limit: int | None, policy: LMPolicy) -> str:
     """The text with at most `limit` tokens, without its middle."""
     if limit is None:
@@ -149,15 +145,11 @@ def _told(rows: list[Prompt], contexts: list[str], policy: LMPolicy, config: Any
         if row.images:
             messages = [message | {"content": message_parts(message["content"])} for message in messages]
         filled.append(replace(row, text=text, messages=messages))
-    result = []
-    for row, tokens in zip(filled, _tokens(filled, policy), strict=True):
-        policy.check_embedded(tokens, f"{row.place}: the teacher's prompt")
-        result.append(tokens)
-    return result
+    return list(_tokens(filled, policy))
 
 
 def _tokens(rows: list[Prompt], policy: LMPolicy) -> Iterator[list[int]]:
-    """The tokens of each prompt; not by policy.encode, which may cut prompts."""
+    """The tokens of each prompt; not by policy.encode, which may cut prompts. Raises ValueError for one of no row."""
     plain, shown = list[Prompt](), list[Prompt]()
     for row in rows:
         (shown if row.images else plain).append(row)
@@ -166,4 +158,6 @@ def _tokens(rows: list[Prompt], policy: LMPolicy) -> Iterator[list[int]]:
         policy.reader.render(shown, policy.data)
     texts = iter(prompt_tokens(policy.tokenizer, plain, policy.data, policy.config.path))
     for row in rows:
-        yield policy.reader.read(row, policy.data)[0] if row.images else policy.readable(next(texts))
+        tokens = policy.reader.read(row, policy.data)[0] if row.images else policy.readable(next(texts))
+        policy.check_embedded(tokens, f"{row.place}: the teacher's prompt")
+        yield tokens

@@ -192,9 +192,9 @@ class LM(PolicyKind):
 
     def load_beside(self, policy: LMPolicy, plan: BatchPlan, algorithm: Algorithm, rollout: Any) -> dict[str, Any]:
         cfg, world, beside = self.cfg, policy.world, dict[str, Any]()
-        beside["teachers"] = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
+        beside["teachers"] = {teacher.name: load_teacher(teacher, cfg, policy) for teacher in algorithm.teachers}
         if self.tells:
-            beside["teachers"][TEACHER] = ContextTeacher(policy)
+            beside["teachers"][TEACHER] = ContextTeacher(policy, policy)
         if cfg.algorithm.needs_critic:
             model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
             warmup = cfg.trainer.critic_warmup

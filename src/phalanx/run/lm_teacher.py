@@ -9,7 +9,6 @@ import torch
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.section import reported_by
 from phalanx.distributed.collectives import reduce_int
-from phalanx.distributed.mesh import World
 from phalanx.functional.looks import Look
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
@@ -31,9 +30,12 @@ class LoadedLMTeacher:
     def relative_cost(self, samples: Samples) -> float:
         """Operations of the teacher's pass over a sample, relative to the policy's."""
         trace: TokenTrace = samples.trace
-        scored = float(trace.lengths.float().mean())
-        length = float(trace.stops.float().mean())
-        return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
+        scored, length = float(trace.lengths.float().mean()), float(trace.stops.float().mean())
+        more = []  # tokens of the teacher's prompts
+        for prompt, start in zip(samples.prompts, trace.starts.tolist(), strict=True):
+            more += [len(prompt.told) - start] if self.told and prompt.told else []
+        longer = self.policy.forward_flops(length + sum(more) / max(len(more), 1), scored)
+        return longer / self.student.forward_flops(length, scored)
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples unchanged: the teacher reads the same tokens."""
@@ -53,7 +55,7 @@ def _check_same_images(teacher: LMPolicy, student: LMPolicy, here: str) -> None:
         )
 
 
-def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
+def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy) -> LoadedLMTeacher:
     """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
     model, here = taught_model(teacher, student.config), f"{teacher.key}: {teacher.path!r}"
     model.freeze_vision_tower = True
@@ -72,7 +74,7 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
             model,
             replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
             cfg.data,
-            world,
+            student.world,
             chunk=cfg.actor.log_prob_chunk_size,
             temperature=cfg.rollout.temperature,
             seed=cfg.trainer.seed,
@@ -89,23 +91,10 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
     return LoadedLMTeacher(student, policy)
 
 
-class ContextTeacher:
+class ContextTeacher(LoadedLMTeacher):
     """The policy itself, or an average of its weights, which reads the prompts of phalanx.run.lm_context."""
 
     told = True
-
-    def __init__(self, policy: LMPolicy) -> None:
-        self.policy = policy
-
-    def relative_cost(self, samples: Samples) -> float:
-        """Operations of the teacher's pass over a sample, relative to the policy's."""
-        trace: TokenTrace = samples.trace
-        scored, length = float(trace.lengths.float().mean()), float(trace.stops.float().mean())
-        more = []
-        for prompt, start in zip(samples.prompts, trace.starts.tolist(), strict=True):
-            more += [len(prompt.told) - start] if prompt.told else []
-        longer = self.policy.forward_flops(length + sum(more) / max(len(more), 1), scored)
-        return longer / self.policy.forward_flops(length, scored)
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples, whose responses follow the teacher's prompts; without one, their own."""

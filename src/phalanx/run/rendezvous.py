@@ -24,17 +24,12 @@ SIZES = {"rank": "WORLD_SIZE", "node": "NNODES"}
 NUMBERS = {"rank": "RANK", "node": "NODE_RANK"}
 
 
-def place() -> str:
-    """This process in messages to other ranks."""
-    return f"{socket.gethostname()}, process {os.getpid()}"
-
-
 def register(store: dist.Store, kind: str, number: int, size: int) -> None:
     """Register in the store as the `rank` or `node` (`kind`) with this number among `size`.
 
     Raises ConfigError if another one has the same number or registered a different size.
     """
-    here = place()
+    here = f"{socket.gethostname()}, process {os.getpid()}"
     first = store.compare_set(f"{kind}s", "", f"{size} by {here}").decode()
     expected, _, by = first.partition(" by ")
     if expected != str(size):

@@ -11,10 +11,10 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch_env import Launch
-from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
+from phalanx.distributed.mesh import INFERENCE, ROLLOUT
 from phalanx.rewards.client import RewardClient
-from phalanx.run.disaggregated.role_batches import of_role, part_of
-from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
+from phalanx.run.disaggregated.role_batches import part_of
+from phalanx.run.disaggregated.schedules import Delivered, OneStepOffSchedule, Schedule
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.exporting import exports_of
 from phalanx.run.job import Job
@@ -127,13 +127,14 @@ def build_trainer(
         beside_rollout: dict[str, Any] = {"weights": weights, "rescorer": rescorer, "tell": components.tell}
         collector: Collects = Collector(cfg, plan, policy, rollout, rewards, prompts, timers, **beside_rollout)
     else:
-        make, part = SCHEDULES[cfg.rollout.schedule], of_role(plan, cfg, link_of(world).roles, ACTOR)
+        make = OneStepOffSchedule if cfg.rollout.schedule == "one_step_off" else Schedule
+        part = part_of(plan, cfg, world)
         held_out = sum(map(len, components.val_sets.values()))
         schedule = make(cfg, part, world, policy, timers, algorithm.behaviour, held_out)
         job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, exports=exports, beside=others)
         scored = INFERENCE in link_of(world).roles.ranks
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, scored_elsewhere=scored)
-        collector = RemoteCollector(schedule, rescorer)
+        collector = Delivered(schedule.collect, part.parts, rescorer)
     updater = Updater(
         cfg,
         plan,

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
-from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.collectives import from_first
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, World
 from phalanx.distributed.placement import judged_beside
@@ -70,7 +69,7 @@ def start_job(cfg: RunConfig, part: str = "") -> World:
         choose_cpu_linear(cfg, world, part)
     data, name = vars(cfg.data), "chat_template_date"
     if name in data:
-        data[name] = choose_once(cfg, world, name, data[name], lambda: date.today().isoformat())
+        data[name] = choose_once(cfg, name, data[name], lambda: date.today().isoformat())
     return world
 
 
@@ -79,26 +78,24 @@ def choose_cpu_linear(cfg: RunConfig, world: World, part: str = "") -> None:
     differ in the last bits. `part`: see `start`.
     """
     name = f"{part}: cpu_linear" if part else "cpu_linear"
-    choice = cfg.model.cpu_linear = choose_once(cfg, world, name, cfg.model.cpu_linear, preferred)
+    choice = cfg.model.cpu_linear = choose_once(cfg, name, cfg.model.cpu_linear, preferred)
     if world.lead:
         log.debug("float32 linear layers by %s (%s)", choice, f"{cfg.model:cpu_linear}")
 
 
-def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str | None:
+def choose_once(cfg: RunConfig, name: str, given: str | None, choose: Callable[[], str]) -> str:
     """Return `given`, or else the choice `name` in the checkpoint to resume from, or else what rank 0 chooses."""
-    if given is None:
-        if world.rank == 0:
-            root = Path(cfg.trainer.output_dir) / "checkpoints"
-            given = in_place.remembered(name, lambda: saved_choice(root, cfg.trainer.resume, name) or choose())
-        given = broadcast_object(given)
-    return given
+    if given is not None:
+        return given
+    root, resume = Path(cfg.trainer.output_dir) / "checkpoints", cfg.trainer.resume
+    return from_first(lambda: in_place.remembered(name, lambda: saved_choice(root, resume, name) or choose()))
 
 
 def build_rewards(
     cfg: RunConfig,
     world: World,
-    rows: Sequence[Prompt] = (),
-    val_sets: Mapping[str, list[Prompt]] = MappingProxyType({}),
+    rows: Sequence[Prompt],
+    val_sets: Mapping[str, list[Prompt]],
     *,
     outputs: str = "images",
     gradients: bool = False,

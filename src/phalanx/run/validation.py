@@ -17,12 +17,11 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.advantage import check_range
 from phalanx.functional.statistics import in_unit_range, mean_interval
 from phalanx.rewards.client import RewardClient, without_filling
-from phalanx.run.telemetry.curves import read_metrics
-from phalanx.run.telemetry.run_folder import METRICS_FILE
+from phalanx.run.telemetry.run_folder import read_run
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import Records
+from phalanx.training.components import Records, Sampling
 from phalanx.types import KeepsSamples, Outputs, Policy, Prompt, Rollout
 
 Kept = tuple[Output, dict[str, Any]]  # an output, and further fields of its Record
@@ -30,7 +29,7 @@ Kept = tuple[Output, dict[str, Any]]  # an output, and further fields of its Rec
 log = logging.getLogger(__name__)
 
 
-class Validator:
+class Validator(Sampling):
     """Validates with all ranks of its world: see phalanx.training.components.Sampling."""
 
     def __init__(
@@ -47,11 +46,7 @@ class Validator:
         self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
         self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
         self.keeps = rollout if isinstance(rollout, KeepsSamples) else None
-
-    @property
-    def validates(self) -> int:
-        """Number of held-out prompts of all sets."""
-        return sum(map(len, self.val_sets.values()))
+        self.validates = sum(map(len, val_sets.values()))
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         """Hand a checkpoint's samples in flight to the rollout, if it keeps samples."""
@@ -72,8 +67,6 @@ class Validator:
             context = nullcontext() if weights is None else self.policy.using(weights)
             metrics, kept[name] = self.validate_set(name, prompts, context)
             row |= metrics
-            if self.rewards.forgives:
-                row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def validate_set(
@@ -143,6 +136,8 @@ class Validator:
             records.append(
                 Record(prompt.text, value, output, number, rollout.fps, scores, truth, images=shown, **beside)
             )
+        if self.rewards.forgives:
+            row |= self.rewards.take_errors(f"val/{name}/")
         return row, records
 
     def in_flight(self, step: int) -> Tensor | None:
@@ -152,10 +147,6 @@ class Validator:
     def held(self, step: int) -> list[Tensor]:
         """See Sampling."""
         return [] if self.keeps is None else [self.keeps.in_flight(step)]
-
-    def drawing(self, step: int) -> list[Tensor]:
-        """See Sampling; nothing is drawn ahead."""
-        return []
 
     def end(self, stop: int = 0) -> None:
         """Close the rollout; there are no ranks of other roles."""
@@ -188,13 +179,8 @@ def _on_first(pictures: dict[int, Tensor], texts: dict[int, Kept], count: int, s
 
 def validation_summary(folder: Path) -> list[str]:
     """One line per validation set, with the first and the last mean reward in a run's metrics.jsonl."""
-    points_of: dict[str, list[tuple[int, float]]] = {}
-    for row in read_metrics(folder / METRICS_FILE):
-        for key, value in row.items():
-            if key.startswith("val/") and key.endswith("/reward/mean"):
-                points_of.setdefault(key, []).append((row["step"], value))
     lines = []
-    for key, points in points_of.items():
-        ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
-        lines.append(f"{key}: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
+    for name, points in read_run(folder).validations().items():
+        ends = dict.fromkeys((points[0], points[-1]))  # one if they are the same
+        lines.append(f"val/{name}/reward/mean: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
     return lines

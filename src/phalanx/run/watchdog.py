@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.exit import REQUEST, end, in_place, say, told_to_stop
+from phalanx.models.meeting import here
 
 T = TypeVar("T")
 
@@ -108,12 +109,10 @@ class Watch:
         """Make SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks; Python lets only a process's
         main thread do so, and in another one the process keeps its own handlers.
         """
-        if threading.current_thread() is threading.main_thread():
-            self._listen()
         if not self._started:
             self.start()
-
-    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         # cli has registered SIGUSR1 already and would keep chaining to the handler of that time
         faulthandler.unregister(signal.SIGUSR1)
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
@@ -130,9 +129,12 @@ class Watch:
         self._ask_store(lambda store: store.set("stop", str(int(REQUEST))))
 
     def close(self) -> None:
-        """Mark the job as done, so that peers that end from now on do not count as failed."""
-        self._closed.set()
-        self._ask_store(lambda store: store.set(f"done/{self.rank}", "1"))
+        """Mark the job as done, so that peers that end from now on do not count as failed. If this process has several
+        jobs, only the main thread does so, after the last of them.
+        """
+        if here() is None:
+            self._closed.set()
+            self._ask_store(lambda store: store.set(f"done/{self.rank}", "1"))
 
     def retire(self) -> None:
         """End the watch of a world that this process has left."""
@@ -200,12 +202,9 @@ class Watch:
         # noticed only after three intervals, plus one between looks and one for the age of its last heartbeat.
         deadline = time.monotonic() + max(PATIENCE_S, 5.5 * self.interval)
         while time.monotonic() < deadline:
-            error = self._ask_store(self._read_if_any)
-            if error:
-                return error
-            lost = self._lost_ranks(3 * self.interval)
-            if lost is not None:
-                return lost
+            cause = self.first_error() or self._lost_ranks(3 * self.interval)
+            if cause is not None:
+                return cause
             time.sleep(0.1)
         self._ask_store(lambda store: store.add("stacks", 1))
         time.sleep(1.5 * self.interval)  # every rank sees the request with its next heartbeat

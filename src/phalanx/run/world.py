@@ -26,7 +26,6 @@ from phalanx.distributed.mesh import (
     CHECKPOINT_S,
     ROLLOUT,
     SET_TIMEOUT,
-    Watch,
     World,
     group_of,
     group_timeout,
@@ -121,12 +120,10 @@ def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = No
         limit = min(timeout, most)
         if not roles.collocated:
             take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
+        if not (roles.collocated and dist.is_initialized()):
             store = later or dist.PrefixStore(start, meet(whole, timeout))
-            joined: dist.Store = dist.PrefixStore(f"role/{role}", store)
+            joined = dist.PrefixStore(f"role/{role}", store)
             dist.init_process_group(backend, None, limit, launch.world_size, launch.rank, joined)
-        elif not dist.is_initialized():
-            joined = later or dist.PrefixStore(f"{start}/default_pg", meet(whole, timeout))
-            dist.init_process_group(backend, None, limit, whole.world_size, whole.rank, joined)
         # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
         # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along
         # both.
@@ -159,36 +156,13 @@ def use_device(device: torch.device) -> None:
 
 
 def world_of_run(world: World, config: ParallelConfig) -> World:
-    """The world of one of the jobs that share it: its own group to write checkpoints, and a watch that they share."""
+    """The world of one of the jobs that share it: with its own group to write checkpoints."""
     use_device(world.device)
     slow = max(config.timeout_s, CHECKPOINT_S)
     with in_place.connecting() as most:
         group = group_of(range(world.size), min(slow, most.total_seconds()))
     _limit(group_timeout(slow), group)
-    return replace(world, checkpoint_group=group, watch=_SharedWatch(world.watch))
-
-
-class _SharedWatch:
-    """The watch of a process with several jobs: it goes on until the last of them has ended."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.rank, self.hosts, self.interval, self.sever = watch.rank, watch.hosts, watch.interval, None
-        self.ask, self.fail, self._watch = watch.ask, watch.fail, watch
-
-    @property
-    def stop(self) -> Any:
-        """The signal that asked this rank to stop."""
-        return self._watch.stop
-
-    @stop.setter
-    def stop(self, signal: Any) -> None:
-        self._watch.stop = signal
-
-    def listen(self) -> None:
-        """Do nothing: the main thread listens."""
-
-    def close(self) -> None:
-        """Do nothing: the main thread closes the watch."""
+    return replace(world, checkpoint_group=group)
 
 
 def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:

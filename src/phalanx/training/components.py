@@ -69,13 +69,12 @@ class Training(ABC):
 
 
 class Sampling(Protocol):
-    """The interface between a job and the code that samples, on this rank
-    (phalanx.run.validation.Validator) or on ranks of other roles (phalanx.run.disaggregated.schedules).
+    """The interface between a job and the code that samples, and its base class, on this rank
+    (phalanx.run.validation.Validator) or on ranks of other roles (phalanx.run.disaggregated.schedules). validates:
+    number of held-out prompts in a validation; 0 without validation.
     """
 
-    @property
-    def validates(self) -> int:
-        """Number of held-out prompts in a validation; 0 without validation."""
+    validates: int
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         """Called once per start of the job, before its first training step, `step` of `total_steps`. kept: the
@@ -97,6 +96,7 @@ class Sampling(Protocol):
         """The version of the weights that draw what is in flight after `step` steps, and this rank's parts of them, in
         a job that survives lost ranks; empty if nothing is. `begin` draws it again with what was written into them.
         """
+        return []
 
     def end(self, stop: int = 0) -> None:
         """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""

@@ -16,8 +16,9 @@ from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.training.components import Job, TrainedPolicy, Training
 
 
-def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: int) -> int:
-    """Samples per rank and step; ConfigError if they do not divide into passes of `micro`, configured as `key`."""
+def share_of_rank(cfg: RunConfig, section: str, noun: str, world_size: int) -> int:
+    """Samples per rank and step; ConfigError if they do not divide into the passes that `section` configures."""
+    micro, key = vars(cfg)[section].micro_batch_size_per_gpu, f"{section}.micro_batch_size_per_gpu"
     name, size, unit, over = "data.train_batch_size_per_gpu", cfg.data.train_batch_size_per_gpu, micro, "by"
     if size is None:
         name, size, unit = "data.train_batch_size", cfg.data.train_batch_size, world_size * micro
@@ -34,10 +35,12 @@ class Shares:
     `batch_size` counts the samples of all ranks; this rank's begin with number `first`.
     """
 
-    def __init__(self, samples: int, per_rank: int, micro: int, world: World, seed: int) -> None:
-        self.samples, self.per_rank, self.micro = samples, per_rank, micro
-        self.batch_size, self.first = per_rank * world.data_size, per_rank * world.data_rank
-        self._stream = IndexStream(samples, self.batch_size, seed)
+    def __init__(self, samples: int, cfg: RunConfig, section: str, noun: str, world: World) -> None:
+        """section, noun: see share_of_rank."""
+        self.samples, self.micro = samples, vars(cfg)[section].micro_batch_size_per_gpu
+        self.per_rank = share_of_rank(cfg, section, noun, world.data_size)
+        self.batch_size, self.first = self.per_rank * world.data_size, self.per_rank * world.data_rank
+        self._stream = IndexStream(samples, self.batch_size, cfg.data.seed)
 
     def of_step(self, step: int) -> list[int]:
         """The numbers of this rank's samples in a step."""

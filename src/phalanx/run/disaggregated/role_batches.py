@@ -1,13 +1,10 @@
-"""Batch sizes of a step if actor, rollout and inference have separate ranks, and checks of them."""
+"""Batch sizes of a step if actor, rollout and inference have separate ranks."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.config.messages import ConfigError, check_divides
 from phalanx.config.run import RLConfig
-from phalanx.distributed.launch_env import Launch
-from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
-from phalanx.distributed.placement import place
+from phalanx.distributed.mesh import ACTOR, World
 from phalanx.run.batch_plan import keys_of
 from phalanx.run.link import link_of
 from phalanx.run.roles import Roles
@@ -39,28 +36,3 @@ def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPla
 def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
     """The batch sizes of one part of a step on the ranks of this rank's role."""
     return plan if world.link is None else of_role(plan, cfg, link_of(world).roles, world.role)
-
-
-def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles, launch: Launch) -> BatchPlan:
-    """The batch sizes of a step on the actor's ranks; ConfigError for a configuration that the roles cannot run."""
-    actor_plan = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
-    check_parts(cfg, actor_plan, roles)
-    if cfg.reward.model.path is not None:
-        samplers = roles.launch(ROLLOUT, launch)
-        place(cfg.reward.model, samplers.world_size, samplers.local_world_size)
-    return actor_plan
-
-
-def check_parts(cfg: RLConfig, plan: BatchPlan, roles: Roles) -> None:
-    """Raise ConfigError for parts of a step that do not divide over the ranks or the updates."""
-    if roles.collocated:
-        return
-    for role in roles.ranks:
-        of_role(plan, cfg, roles, role)
-    if cfg.rollout.schedule != "pipelined":
-        return
-    if cfg.rollout.parts % plan.updates:
-        raise ConfigError(
-            f"rollout.parts: {cfg.rollout.parts} parts do not divide over the {plan.updates} updates of a step; "
-            f"expected a multiple of {plan.updates}"
-        )

@@ -7,7 +7,7 @@ one step off    order t + 1, wait for t, which was ordered one step earlier, upd
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,20 +22,21 @@ from phalanx.run import in_place
 from phalanx.run.disaggregated.wire import Mail, deserialize_records
 from phalanx.run.link import VALIDATION, Order
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import Records, TrainedPolicy
+from phalanx.training.components import Records, Sampling, TrainedPolicy
 from phalanx.training.exchange import concatenate, deserialize, serialize
 from phalanx.training.minibatches import BatchPlan
-from phalanx.training.rescorer import Rescorer
 from phalanx.types import Collected, JobError, Samples
 
 log = logging.getLogger(__name__)
+Collect = Callable[[int, int], Collected]
+Rescore = Callable[[Samples], tuple[Samples, dict[str, float]]]
 IN_FLIGHT = "in flight"  # the name of the weights that drew the samples in flight
 
 
-class Schedule:
+class Schedule(Sampling):
     """The actor's side of the link: orders each step and receives its samples, in one or several chunks.
 
-    It implements phalanx.training.components.Sampling; the training loop uses it through RemoteCollector.
+    The training loop uses it through Delivered.
     """
 
     def __init__(
@@ -156,10 +157,6 @@ class Schedule:
         pending = self._pending.get(step)
         return [] if pending is None else [pending]
 
-    def drawing(self, step: int) -> list[Tensor]:
-        """See phalanx.training.components.Sampling; nothing is drawn ahead."""
-        return []
-
 
 class OneStepOffSchedule(Schedule):
     """Draws the samples of the next step during the training of a step, with weights that are one step old.
@@ -229,27 +226,22 @@ class OneStepOffSchedule(Schedule):
         return [torch.tensor(version, device=self.world.device), *trained.local_copies(self.weights)]
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    "synchronous": Schedule,
-    "pipelined": Schedule,  # of more than one chunk per step
-    "one_step_off": OneStepOffSchedule,
-}
+class Delivered:
+    """Samples that come with their rewards, by `collect(step, chunk)`: see phalanx.training.loop.Collects. rescore:
+    computes the policy's own old log-probabilities if they lack these, see phalanx.training.rescorer.Rescorer.
+    """
 
-
-class RemoteCollector:
-    """Provides samples with rewards of other ranks to the loop: see phalanx.training.loop.Collects."""
-
-    def __init__(self, schedule: Schedule, rescorer: Rescorer) -> None:
-        self.schedule, self.rescorer, self.chunks = schedule, rescorer, schedule.plan.parts
+    def __init__(self, collect: Collect, chunks: int = 1, rescore: Rescore = lambda samples: (samples, {})) -> None:
+        self._collect, self.chunks, self._rescore = collect, chunks, rescore
         self._reward: Tensor  # of the last chunk
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
-        """Receive samples, and compute the policy's own old log-probabilities if they lack these."""
-        received = self.schedule.collect(step, chunk)
+        """Receive the samples, and all metrics."""
+        received = self._collect(step, chunk)
         self._reward = received.reward
-        samples, row = self.rescorer(received.samples)
+        samples, row = self._rescore(received.samples)
         return samples, received.row | row
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
-        """The rewards that came with the samples."""
+        """The rewards that came with the samples, without further metrics."""
         return samples, self._reward, {}

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.config.run import RLConfig
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.mesh import INFERENCE, ROLLOUT, World
+from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped, speak_for_role
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.rescore import rescore
@@ -32,22 +32,6 @@ from phalanx.training.minibatches import BatchPlan
 from phalanx.types import KeepsSamples
 
 
-class Pace:
-    """Measures the phases of a worker, and the fraction of its time spent waiting."""
-
-    def __init__(self, timers: Timers) -> None:
-        self._timers, self._since = timers, time.perf_counter()
-
-    def row(self, role: str) -> dict[str, float]:
-        """The metrics idle/<role> and time/... since the last call."""
-        now = time.perf_counter()
-        seconds = self._timers.pop()
-        share = seconds.pop("time/idle", 0.0) / (now - self._since)
-        seconds.pop("time/sync", None)  # the actor reports it
-        self._since = now
-        return seconds | {f"idle/{role}": share}
-
-
 class Worker(ABC):
     """A rank that works on the actor's orders. keeps: its rollout, if that keeps samples for later steps."""
 
@@ -59,10 +43,18 @@ class Worker(ABC):
         self.timers = Timers()
         if cfg.trainer.profile_steps:
             self.timers.profiler = Profiler(cfg.trainer, world, self.timers)
-        self.pace = Pace(self.timers)
+        self._since = time.perf_counter()  # of the phases that `pace` tells next
         together = cfg.parallel.ulysses_sequence_parallel_size
         self.mail = Mail(world, policy.trace_type, plan.samples, together)
         self.link = self.mail.link
+
+    def pace(self) -> dict[str, float]:
+        """The metrics idle/<role>, a fraction of the time, and time/... since the last call."""
+        now, seconds = time.perf_counter(), self.timers.pop()
+        share = seconds.pop("time/idle", 0.0) / (now - self._since)
+        seconds.pop("time/sync", None)  # the actor reports it
+        self._since = now
+        return seconds | {f"idle/{self.world.role}": share}
 
     def run(self, report: object = None) -> None:
         """Work until the actor, whose `report` it is, ends the job."""
@@ -163,7 +155,7 @@ class RolloutWorker(Worker):
             samples = replace(samples, version=torch.full((self.plan.per_rank,), version))
         elif self.world.rank == 0 or in_place.generation is not None:  # any rank of the actor may survive alone
             pending = self.keeps.in_flight(step + 1)
-        row = collected.row | self.pace.row(ROLLOUT)
+        row = collected.row | self.pace()
         self.mail.send(replace(collected, samples=samples, row=row, pending=pending), self._stop)
 
     def _on_stop(self, signal: int) -> None:
@@ -183,6 +175,6 @@ class LogProbWorker(Worker):
         if collected is not None:
             with self.timers("rescore"):
                 samples, row = rescore(self.policy, collected.samples, self.cfg.rollout, self.plan.passes_of(1))
-            row = collected.row | row | self.pace.row(INFERENCE)
+            row = collected.row | row | self.pace()
             collected = replace(collected, samples=replace(samples, exact=True), row=row)
         self.mail.send(collected, stop)

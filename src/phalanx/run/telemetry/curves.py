@@ -5,7 +5,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,22 +57,14 @@ class Points:
 
 
 class Curves:
-    """The points of each metric, and facts about the rows. `limit`: number of values that are kept."""
+    """The points of each metric, and facts about the rows; of more than MOST_VALUES values only the newest."""
 
-    def __init__(self, limit: int = MOST_VALUES) -> None:
+    def __init__(self) -> None:
         self.points: dict[str, Points] = {}
         self.rows = self.last_step = 0
         self.is_trained = False  # whether a row is that of a training step
         self.left_out = 0  # metrics and rows that are not kept
-        self._limit, self._values = limit, 0
-
-    @classmethod
-    def of(cls, rows: Iterable[dict[str, Any]]) -> Self:
-        """The curves of these rows."""
-        curves = cls()
-        for row in rows:
-            curves.add(row)
-        return curves
+        self._values = 0
 
     def add(self, row: dict[str, Any]) -> None:
         """Add a row with its step."""
@@ -93,7 +85,7 @@ class Curves:
                 points.steps.append(step)
                 points.values.append(value)
                 self._values += 1
-        if self._values > self._limit:
+        if self._values > MOST_VALUES:
             self._drop_half()
 
     def _drop_half(self) -> None:

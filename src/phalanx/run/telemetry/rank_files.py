@@ -72,7 +72,6 @@ class RankFiles:
         self._done = False
         self._thread = threading.Thread(target=self._run_writer, name="rank files", daemon=True)
         self._handler = _Warnings(self._events)
-        self._streams, self._copied_before = (sys.stdout, sys.stderr), exit.copy
         self._has_failed = False
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.run.flow_components import keep_last_steps
 from phalanx.run.flow_kind import Flow, stochastic_steps
 from phalanx.run.flow_matching import ENCODED_TOGETHER, FlowMatching, Training
-from phalanx.run.flow_teacher import LoadedFlowTeacher, check_kind, load_teacher, own_teacher
+from phalanx.run.flow_teacher import ContextFlowTeacher, LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy, fetch, planned_policy
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import Ledger
@@ -47,7 +47,9 @@ def rehearsed(kind: Flow, cluster: Cluster, plan: BatchPlan, *, teaches: bool, l
     for teacher in algorithm.teachers if teaches else ():
         teachers[teacher.name] = _planned_teacher(teacher, cfg, policy, rollout.micro_batch_size)
     if teaches and TEACHER in algorithm.averages:
-        teachers[TEACHER] = own_teacher(cfg, policy, rollout.micro_batch_size)
+        teachers[TEACHER] = ContextFlowTeacher(
+            policy, policy, cfg, rollout.micro_batch_size, vars(cfg.algorithm)["teacher_guidance"]
+        )
     with policy.ledger, policy.ledger.uncounted():
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=learns)
 
@@ -85,7 +87,7 @@ def _planned_teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPo
         return planned_policy(taught, student.layout.cluster, student.ledger, rank=rank, frozen=True)
 
     local = replace(teacher, path=folder, revision=None)
-    return load_teacher(local, cfg, student, student.world, micro, build)
+    return load_teacher(local, cfg, student, micro, build)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class _Context(ContextTeacher):
     """A teacher whose prompts are longer than the student's by `longest` tokens."""
 
     def __init__(self, policy: LMPolicy, longest: int) -> None:
-        super().__init__(policy)
+        super().__init__(policy, policy)
         self.longest = longest
 
     def relative_cost(self, samples: Samples) -> float:
