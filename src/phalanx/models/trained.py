@@ -171,16 +171,44 @@ class TrainedModel:
 
     @torch.no_grad()
     def whole_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights, with the LoRA merged, for an engine's copy in the module's dtype; see merged_weights.
+        """Yield all weights, with the LoRA merged, one full tensor at a time under the base model's names, for an
+        engine's copy. All ranks must iterate in lockstep, to the end.
 
-        base: without the LoRA. All ranks must iterate in lockstep, to the end.
+        Sharded tensors are gathered, in the module's dtype if that has fewer bits. Weights with a LoRA are summed, and
+        yielded, in float32; those in NF4 are dequantized. base: leave the LoRA out.
         """
-        yield from merged_weights(self.module.state_dict(), self.config, self.dtype, base=base)
+        state = self.module.state_dict()
+        for name, tensor in state.items():
+            stem = name.removesuffix("weight")
+            if ".lora_" in name or name.endswith((f".{UP}", f".{DOWN}")):
+                continue
+            merged = name.endswith(".base_layer.weight") and not base
+            if isinstance(tensor, DTensor) and tensor.dtype.itemsize > self.dtype.itemsize and not merged:
+                tensor = tensor.to(self.dtype)
+            weight = _full_tensor(tensor)
+            if weight.dtype is torch.uint8:
+                beside = [_full_tensor(state[stem + factor]) for factor in (UP, DOWN) if stem + factor in state]
+                weight = dequantized(torch.float32 if merged else self.dtype, weight, *beside)
+            if merged:
+                owner = stem.removesuffix("base_layer.")
+                down = _full_tensor(state[f"{owner}lora_A.default.weight"])
+                up = _full_tensor(state[f"{owner}lora_B.default.weight"])
+                # in float32: the receiver rounds the sum only once
+                weight = weight.float() + self._lora_scale * (up.float() @ down.float())
+            yield name.replace(".base_layer.", "."), weight
 
     @torch.no_grad()
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the LoRA, by peft's names, B times the scale. All ranks must iterate in lockstep, to the end."""
-        yield from adapter_weights(self.module.state_dict(), self.config)
+        """Yield the LoRA in float32, by peft's names, B times the scale. All ranks must iterate in lockstep."""
+        for name, tensor in self.module.state_dict().items():
+            if ".lora_" in name:
+                factor = _full_tensor(tensor).float()
+                yield name.replace(".default.", "."), factor * self._lora_scale if ".lora_B." in name else factor
+
+    @property
+    def _lora_scale(self) -> float:
+        """By what B A is multiplied."""
+        return lora_alpha(self.config) / self.config.lora_rank
 
     @property
     def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -195,7 +223,7 @@ class TrainedModel:
         """
         for name, p in self.parameters.items():
             value = p.detach() if weights is None else as_part_of(self._weights[weights][name].to(p.device), p)
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, _full_tensor(value)
 
     @torch.no_grad()
     def take(self, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -258,52 +286,6 @@ class TrainedModel:
         for name, p in self.parameters.items():
             local(p).copy_(local(values[name]))
         self.sharded.copy_to_module()
-
-
-def merged_weights(
-    state: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype, *, base: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state_dict with the LoRA merged, one full tensor at a time, under the base model's names.
-
-    Sharded tensors are gathered, in `dtype` if that has fewer bits: all ranks of a shard group must iterate in
-    lockstep, to the end. Weights with a LoRA are summed, and yielded, in float32; those in NF4 are dequantized.
-
-    base: leave the LoRA out.
-    """
-    scale = _lora_scale(config)
-    for name, tensor in state.items():
-        stem = name.removesuffix("weight")
-        if ".lora_" in name or name.endswith((f".{UP}", f".{DOWN}")):
-            continue
-        merged = name.endswith(".base_layer.weight") and not base
-        if isinstance(tensor, DTensor) and tensor.dtype.itemsize > dtype.itemsize and not merged:
-            tensor = tensor.to(dtype)
-        weight = _full_tensor(tensor)
-        if weight.dtype is torch.uint8:
-            beside = [_full_tensor(state[stem + factor]) for factor in (UP, DOWN) if stem + factor in state]
-            weight = dequantized(torch.float32 if merged else dtype, weight, *beside)
-        if merged:
-            owner = stem.removesuffix("base_layer.")
-            down = _full_tensor(state[f"{owner}lora_A.default.weight"])
-            up = _full_tensor(state[f"{owner}lora_B.default.weight"])
-            # in float32: the receiver rounds the sum only once
-            weight = weight.float() + scale * (up.float() @ down.float())
-        yield name.replace(".base_layer.", "."), weight
-
-
-def adapter_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the LoRA in a module's state_dict, by peft's names, in float32 and with B times the scale. See
-    merged_weights.
-    """
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            factor = _full_tensor(tensor).float()
-            yield name.replace(".default.", "."), factor * _lora_scale(config) if ".lora_B." in name else factor
-
-
-def _lora_scale(config: ModelConfig) -> float:
-    """By what B A is multiplied."""
-    return lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:
