@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded
-from phalanx.models.trained import merged_weights
+from phalanx.models.trained import TrainedModel
 from phalanx.run.world import start_world
 from tests.helpers.ranks import run_ranks
 
@@ -73,11 +73,9 @@ def for_an_engine(dtype: torch.dtype) -> list[dict[str, Any]]:
     """float32 weights of a module that computes in `dtype`: as an engine gets them, and cast afterwards."""
     parallel = ParallelConfig(fsdp_size=2)
     module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
-    Sharded(module, list(module)[:2], start_world(parallel), parallel, dtype)
-    state = module.state_dict()
-    with torch.no_grad():
-        sent = dict(merged_weights(state, ModelConfig(path="x"), dtype))
-        return [sent, {name: value.full_tensor().to(dtype) for name, value in state.items()}]
+    config, world = ModelConfig(path="x"), start_world(parallel)
+    sent = dict(TrainedModel(module, list(module)[:2], world, config, parallel, dtype, seed=0).whole_weights())
+    return [sent, {name: value.full_tensor().to(dtype) for name, value in module.state_dict().items()}]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

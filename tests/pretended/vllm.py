@@ -152,9 +152,9 @@ def steps(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
     """Two steps of a rollout and a judge on one rank, as the loop runs them."""
     pretend_vllm()
     config = TextEngineConfig("rollout", None, "bfloat16", 1, 0.5, 64, 4, rollout_sleeps)
-    rollout = TextEngine(config, Groups(), 0, 0)  # type: ignore[arg-type]
+    rollout = TextEngine(config, Groups())  # type: ignore[arg-type]
     section = RewardModelConfig(path="judge", sleep=judge_sleeps)
-    judge = VllmEngine(section, Groups(), 0, 0, text=True)  # type: ignore[arg-type]
+    judge = VllmEngine(section, Groups(), text=True)  # type: ignore[arg-type]
     for _ in range(2):
         with rollout.awake(weights()):
             rollout.generate([[1, 2]], [0], DRAWN)

@@ -37,7 +37,7 @@ def options(tensor_parallel_size: int) -> dict[str, Any]:
     install()
     pretend_vllm()
     config = TextEngineConfig("rollout", None, "bfloat16", tensor_parallel_size, 0.5, 64, 4, True)
-    made = load_llm(config, Groups(), 0, 0).options  # type: ignore[arg-type]
+    made = load_llm(config, Groups()).options  # type: ignore[arg-type]
     return {name: made[name] for name in ("async_scheduling", "tensor_parallel_size", "kv_cache_memory_bytes")}
 
 

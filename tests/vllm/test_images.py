@@ -89,7 +89,7 @@ def engines(folder: Path) -> dict[int, dict[str, Any]]:
         reference, rank = Reference(folder), dist.get_rank()
         config = TextEngineConfig(str(folder), None, "float32", size, 0.5, 200, 8, False, images={})
         group = VllmGroups(range(2) if size == 2 else [rank], rank, 60)
-        engine = TextEngine(config, group, rank, rank)
+        engine = TextEngine(config, group)
         asked = (reference.prompts, list(range(len(SHOWN))))
         drawn = replace(DRAWN, never=reference.placeholders)
         engine.refresh(reference.weights())

@@ -59,8 +59,9 @@ class ContextGroup:
 
     def exchange(self, value: Tensor, split: int, join: int) -> Tensor:
         """Send each rank its part of `value` along dim `split`, and concatenate the received parts along dim `join`."""
-        result: Tensor = _Exchange.apply(value, split, join, self)
-        return result
+        ones = [1] * self.size
+        received: Tensor = SentRows.apply(torch.stack(value.chunk(self.size, split)), ones, ones, self.group)
+        return torch.cat(list(received), join)
 
     def gather(self, value: Tensor, dim: int) -> Tensor:
         """Concatenate all ranks' values, of the same shape, along `dim`. A rank's gradient is that of its part."""
@@ -74,17 +75,24 @@ class ContextGroup:
         return out
 
 
-class _Exchange(torch.autograd.Function):
-    """The backward pass sends gradients the opposite way."""
+class SentRows(torch.autograd.Function):
+    """Send rows [N, ...] to the ranks of a group, `sent[i]` of them to rank i; the result has `received[i]` rows from
+    each rank i. The backward pass sends gradients the opposite way.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, split: int, join: int, context: ContextGroup) -> Tensor:
-        ctx.split, ctx.join, ctx.context = split, join, context
-        return _all_to_all(value, split, join, context)
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        output, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+        if not rows.is_meta:  # meta tensors of a plan have no values
+            dist.all_to_all_single(output, rows, received, sent, group=group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.join, ctx.split, ctx.context), None, None, None
+        return SentRows.apply(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -94,19 +102,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, dim: int, context: ContextGroup) -> Tensor:
         ctx.dim, ctx.context = dim, context
         parts = [torch.empty_like(value) for _ in range(context.size)]
-        if not value.is_meta:  # meta tensors of a plan have no values
+        if not value.is_meta:
             dist.all_gather(parts, value.contiguous(), group=context.group)
         return torch.cat(parts, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.chunk(ctx.context.size, ctx.dim)[ctx.context.place], None, None
-
-
-def _all_to_all(value: Tensor, split: int, join: int, context: ContextGroup) -> Tensor:
-    """See ContextGroup.exchange."""
-    parts = torch.stack(value.chunk(context.size, split))
-    received = torch.empty_like(parts)
-    if not parts.is_meta:
-        dist.all_to_all_single(received, parts, group=context.group)
-    return torch.cat(list(received), join)

@@ -5,13 +5,13 @@ ranks do not run in step, the experts are gathered once, as FSDP does with all o
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from phalanx.distributed.context_parallel import SentRows
 from phalanx.distributed.mesh import World
 
 
@@ -93,7 +93,7 @@ class Exchange:
         self, rows: Tensor, counts: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
     ) -> None:
         self.sent, self.received, self.group = sent, received, group
-        arrived = _Travel.apply(rows, sent, received, group)
+        arrived = SentRows.apply(rows, sent, received, group)
         # these are sorted by source rank, and within a source rank by expert
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         self.order = experts.repeat_interleave(counts.flatten(), output_size=sum(received)).argsort(stable=True)
@@ -102,28 +102,5 @@ class Exchange:
     def back(self, rows: Tensor) -> Tensor:
         """Send the experts' outputs back to the ranks of their rows."""
         outputs = torch.empty_like(rows).index_copy(0, self.order, rows)
-        returned: Tensor = _Travel.apply(outputs, self.received, self.sent, self.group)
+        returned: Tensor = SentRows.apply(outputs, self.received, self.sent, self.group)
         return returned
-
-
-class _Travel(torch.autograd.Function):
-    """Send rows to other ranks, `sent[i]` of them to rank i; the backward pass sends gradients the opposite way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange_rows(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Send `sent[i]` of the rows to rank i, and return the rows that arrive, `received[i]` from rank i."""
-    output, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
-    if not rows.is_meta:  # meta tensors of a plan have no values
-        dist.all_to_all_single(output, rows, received, sent, group=group)
-    return output

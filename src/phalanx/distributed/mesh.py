@@ -127,7 +127,7 @@ def group_of(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> d
 
 class Node:
     """The `ranks` of this node, and this rank's `place` among them. All ranks of the world create one at the same
-    point, and all ranks of the node call its methods together.
+    point, and all ranks of the node call its method together.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
@@ -149,16 +149,6 @@ class Node:
         stacked = value.new_empty(len(self.ranks), *value.shape)
         dist.all_gather(list(stacked), value.contiguous(), group=self._group)
         return stacked
-
-    def exchange(self, parcels: list[bytes]) -> list[bytes]:
-        """Send parcels[i] to the node's rank i; returns the received parcels, in rank order."""
-        sizes = torch.tensor(list(map(len, parcels)))
-        received = self.all_gather(sizes)[:, self.place].tolist()
-        # torch.frombuffer does not accept an empty buffer
-        sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: int(sizes.sum())]
-        box = torch.empty(sum(received), dtype=torch.uint8)
-        dist.all_to_all_single(box, sent, received, sizes.tolist(), group=self._group)
-        return [part.numpy().tobytes() for part in box.split(received)]
 
 
 def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:

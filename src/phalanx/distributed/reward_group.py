@@ -1,11 +1,10 @@
 """This rank's membership in a domain of the reward model, in which images are sent to the ranks that score them."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.distributed.mesh import group_of
 from phalanx.distributed.placement import Domain
@@ -39,27 +38,9 @@ class DomainRank:
 
     def gather_files(self, files: Sequence[bytes]) -> list[bytes]:
         """Files of all ranks, in rank order, on the ranks that have the model; an empty list on the others."""
-        # gather needs the same shape on all ranks: the largest one
-        sizes = self.all_gather([len(file) for file in files])
-        padded = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
-        if len(padded) == 0:
-            return []
-        if files:
-            joined = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
-            padded[: len(joined)] = joined
-
-        # one gather for each rank that has a part of the model; the others only send
-        received: list[Tensor] = []
-        for replica in self.domain.replicas:
-            for holder in replica:
-                is_holder = self.rank == holder
-                box = [torch.empty_like(padded) for _ in sizes] if is_holder else None
-                dist.gather(padded, box, dst=holder, group=self._group)
-                received = box or received
-        gathered = []
-        for part, lengths in zip(received, sizes if received else [], strict=True):
-            first = 0
-            for length in lengths:
-                gathered.append(part[first : first + length].numpy().tobytes())
-                first += length
-        return gathered
+        received: list[Any] = []
+        for holder in chain.from_iterable(self.domain.replicas):
+            box: list[Any] | None = [None] * len(self.domain.ranks) if self.rank == holder else None
+            dist.gather_object(list(files), box, dst=holder, group=self._group)
+            received = box or received
+        return list(chain.from_iterable(received))

@@ -43,6 +43,7 @@ class VllmGroups:
     """
 
     def __init__(self, ranks: Sequence[int], local_rank: int, timeout_s: float) -> None:
+        self.local_rank = local_rank
         with as_before():
             from vllm.distributed import parallel_state
             from vllm.platforms import current_platform

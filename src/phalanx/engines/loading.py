@@ -55,10 +55,17 @@ def loading(what: str) -> Iterator[None]:
         raise ValueError(": ".join([what, *named, *([first] if first else [])])) from error
 
 
+def load_with_info(kind: Any, path: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of transformers' class `kind`, and what `check_weights` looks at: transformers would only log it."""
+    checked = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = kind.from_pretrained(path, trust_remote_code=False, **checked, **options)
+    return model, info
+
+
 def check_weights(info: dict[str, Any], what: str) -> None:
     """Raise ValueError, beginning with `what`, if weights were missing from the files or had other shapes.
 
-    `info` is from_pretrained's output_loading_info with ignore_mismatched_sizes, since transformers only logs them.
+    Without this check, transformers would initialise them at random. info: see load_with_info.
     """
     missing, other = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
     if missing:

@@ -13,7 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import Question, Turns, as_talk, check_weights, loading, special_tokens, without_videos
+from phalanx.engines.loading import (
+    Question,
+    Turns,
+    as_talk,
+    check_weights,
+    load_with_info,
+    loading,
+    special_tokens,
+    without_videos,
+)
 from phalanx.media.pictures import Picture, decoded
 
 
@@ -203,15 +212,7 @@ def _load_model(path: str, dtype: str, revision: str | None = None, *, text: boo
 
     kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
     with loading(f"reward.model.path: {path!r} does not load"):
-        model, info = kind.from_pretrained(
-            path,
-            revision=revision,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        model, info = load_with_info(kind, path, revision=revision, dtype=getattr(torch, dtype))
     check_weights(info, f"reward.model.path: {path!r} is not a whole model")
     return model.requires_grad_(False).eval()
 

@@ -26,8 +26,6 @@ class VllmEngine:
         self,
         cfg: RewardModelConfig,
         groups: VllmGroups,
-        rank: int,
-        local_rank: int,
         *,
         text: bool = False,
         images: bool = True,
@@ -46,8 +44,6 @@ class VllmEngine:
             self._llm = load_llm(
                 cfg,
                 groups,
-                rank,
-                local_rank,
                 max_model_len=cfg.max_model_len,
                 seed=cfg.seed,
                 enforce_eager=True,  # answers are short, so compiling and capturing graphs would take longer
@@ -104,7 +100,7 @@ def rejected(key: str, path: str) -> Iterator[None]:
         raise ValueError(f"{key}: vLLM rejects {path!r} as configured: {reason}") from error
 
 
-def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, **options: Any) -> Any:
+def load_llm(config: Any, groups: VllmGroups, **options: Any) -> Any:
     """vLLM's engine by a RewardModelConfig or a TextEngineConfig, and by further `options` of vLLM."""
     from vllm import LLM
 
@@ -114,7 +110,7 @@ def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, **opti
         revision=config.revision,
         tokenizer_revision=config.revision,
         tensor_parallel_size=config.tensor_parallel_size,
-        distributed_executor_backend=executor(groups, rank, local_rank),
+        distributed_executor_backend=executor(groups),
         dtype=config.dtype,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
@@ -127,13 +123,13 @@ def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, **opti
     )
 
 
-def executor(groups: VllmGroups, rank: int, local_rank: int) -> type:
+def executor(groups: VllmGroups) -> type:
     """An executor for ranks that the launcher has started: its only worker is this process, a rank of our world."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     class InRank(UniProcExecutor):
         def _distributed_args(self) -> tuple[str, int, int]:
-            return "env://", rank, local_rank
+            return "env://", dist.get_rank(), groups.local_rank
 
         def determine_available_memory(self) -> list[int]:
             """Bytes for the KV cache: the minimum over the ranks of the replica."""

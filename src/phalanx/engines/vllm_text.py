@@ -72,7 +72,7 @@ class TextEngineConfig:
 class TextEngine:
     """One rank of a replica. All ranks of the replica make the same calls, each with its shard of the weights."""
 
-    def __init__(self, config: TextEngineConfig, groups: VllmGroups, rank: int, local_rank: int) -> None:
+    def __init__(self, config: TextEngineConfig, groups: VllmGroups) -> None:
         """Build the engine, with dummy weights unless prompts have images. ValueError if vLLM rejects the model."""
         self._groups, self._dtype = groups, getattr(torch, config.dtype)
         cuda = torch.cuda.is_available()
@@ -91,8 +91,6 @@ class TextEngine:
                 self._llm = load_llm(
                     config,
                     groups,
-                    rank,
-                    local_rank,
                     # `refresh` sets the weights, but does not restore what vLLM derives from a processor's settings
                     load_format="dummy" if config.images is None else "auto",
                     max_model_len=config.longest,

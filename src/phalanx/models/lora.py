@@ -57,7 +57,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     # a model with few blocks may lack some layers of its family: SD3's last block, for example, has no text output
     targets = [t for t in default_targets if matches(t)] if config.target_modules is None else config.target_modules
     if ALL_LINEAR in (config.target_modules or default_targets):
-        targets = [name for name in all_linear(module) if name in linear]
+        targets = all_linear(module)
         if not targets:
             raise ValueError(f"model.lora_rank: {config.lora_rank}; the model has no linear layers but its head")
     # peft only requires that some target matches, so the layers of a misspelt one would silently not be trained
@@ -140,12 +140,10 @@ def all_linear(module: nn.Module) -> list[str]:
     """Names of the linear layers that peft's all-linear targets: without heads, towers and gates with one output."""
     from transformers import PreTrainedModel
 
-    left_out: set[nn.Module | None] = set()
+    left_out = towers(module)
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             left_out.add(part.get_output_embeddings())
-            if part.main_input_name != "input_ids":
-                left_out.update(part.modules())
     names = []
     for name in linear_layers(module):
         layer = module.get_submodule(name)

@@ -40,7 +40,7 @@ class _Request:
 
 
 class Meeting:
-    """Jobs 0 to `count` - 1, each of which runs on one thread within `seat`. shared: see Seat.once.
+    """Jobs 0 to `count` - 1, each of which runs on one thread within `seat`. shared: parts by key, see `shared` below.
 
     agree: whether all ranks have the same value. If a pass communicates, they must join the same requests.
     """
@@ -72,15 +72,6 @@ class Meeting:
             del _thread.seat
         self._live.remove(number)
         self._pass_on()
-
-    def ask(self, number: int, request: _Request) -> Any:
-        """See Seat.ask."""
-        self._requests[number] = request
-        self._pass_on()
-        self._wait(number)
-        if request.error is not None:
-            raise request.error
-        return request.answer
 
     def disband(self) -> None:
         """After an exception of one job, end the threads of all others, which wait for a turn: they raise Disbanded."""
@@ -152,19 +143,16 @@ class Seat:
     number: int
     name: str
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, called for the first job that asks for `key`; all jobs share it."""
-        shared = self.meeting.shared
-        if key not in shared:
-            shared[key] = make()
-        value: T = shared[key]
-        return value
-
     def ask(self, key: Hashable, value: Any, together: Together) -> Any:
         """Wait until all jobs have asked; returns this job's item of what `together` returns for the values of those
         that have asked with the same key and mode of gradients.
         """
-        return self.meeting.ask(self.number, _Request(key, value, together))
+        self.meeting._requests[self.number] = request = _Request(key, value, together)
+        self.meeting._pass_on()
+        self.meeting._wait(self.number)
+        if request.error is not None:
+            raise request.error
+        return request.answer
 
     def backward(self, loss: Tensor) -> None:
         """One backward pass of all jobs' losses."""
@@ -195,9 +183,15 @@ def pause() -> None:
 
 
 def shared(key: Hashable, make: Callable[[], T]) -> T:
-    """The result of `make`, once for all jobs of a meeting; see Seat.once."""
+    """The result of `make`; in a meeting, it is called for the first job that asks for `key`, and all jobs share it."""
     seat = here()
-    return make() if seat is None else seat.once(key, make)
+    if seat is None:
+        return make()
+    parts = seat.meeting.shared
+    if key not in parts:
+        parts[key] = make()
+    value: T = parts[key]
+    return value
 
 
 @contextmanager
@@ -205,19 +199,14 @@ def adapters(rows: Mapping[int, int]) -> Iterator[None]:
     """Within this context, a pass has rows of several adapters of one base: by adapter, how many, in this order. Empty:
     all rows are of the adapter whose module runs.
     """
-    before = adapters_now()
-    _set_rows(rows)
+    global _rows
+    before, _rows = _rows, dict(rows)
     try:
         yield
     finally:
-        _set_rows(before)
+        _rows = before
 
 
 def adapters_now() -> dict[int, int]:
     """The rows of `adapters` in the current pass."""
-    return dict(_rows)
-
-
-def _set_rows(rows: Mapping[int, int]) -> None:
-    _rows.clear()
-    _rows.update(rows)
+    return _rows

@@ -21,7 +21,7 @@ from phalanx.distributed.mesh import World
 from phalanx.models.compiling import OneGraph
 from phalanx.models.linear import DOWN, ONEDNN, UP, dequantized, preferred, quantize_layers, unfuse_biases, use_onednn
 from phalanx.models.lora import add_lora, lora_alpha, lora_off
-from phalanx.models.meeting import here
+from phalanx.models.meeting import here, seeds
 
 
 @dataclass(frozen=True)
@@ -55,33 +55,29 @@ class TrainedModel:
         kept: torch.dtype | None = None,
         beside: Beside | None = None,
         part: nn.Module | None = None,
-        adapters: Sequence[int] = (),
     ) -> None:
         """Add a LoRA, quantize and compile `blocks`, as `config` says, and shard them.
 
         dtype: that of the module's computation. lora_targets: default of model.target_modules. seed: that of the LoRA's
         weights. frozen: nothing is trained. experts, kept: see Sharded. part: the submodule that is trained; None: all.
-        adapters: seeds of all LoRAs that share the base, of which this is the first; see with_adapters. Raises
-        ValueError for unknown layers.
+        Raises ValueError for unknown layers.
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
         self.lora = config.lora_rank > 0
         self.adapter, self.shares = 0, False  # see with_adapters
-        self.targets = lora_targets
         # fraction of the blocks that gradient checkpointing recomputes
         self.recomputed = config.recomputed(len(blocks)) / max(len(blocks), 1)
         module.eval()  # dropout would make a replay disagree with the rollout
-        part = module if part is None else part
-        self.part = next(name for name, inner in module.named_modules() if inner is part)  # "" for the whole module
         module.requires_grad_(False)
+        part = module if part is None else part
         if self.lora:
             add_lora(part, config, lora_targets, seed)
         else:
             part.requires_grad_(not frozen)
         beside = beside or Beside()
         whole = beside.parts if beside.frozen else ()
-        for part in whole:
-            part.requires_grad_(False)
+        for frozen_part in whole:
+            frozen_part.requires_grad_(False)
         if world.device.type == "cpu" and (config.cpu_linear or preferred()) == ONEDNN:
             use_onednn(module)
         self._one_graph: OneGraph | None = None
@@ -91,8 +87,8 @@ class TrainedModel:
         if config.quantization is not None:
             # when sharded, not left on the device: there they would be whole until FSDP shards them
             quantize_layers(blocks, world.device, stays=world.shard_size == 1)
-        copies = [] if frozen or not self.lora else self._module_copies(seed, adapters[1:])
         units, names = [*beside.blocks, *blocks], dict(zip(module.modules(), dict(module.named_modules()), strict=True))
+        copies = [] if frozen or not self.lora else self._module_copies(names[part], lora_targets, seed)
         self.sharded = Sharded(module, units, world, parallel, dtype, experts, kept, whole)
         self._others: list[Sharded] = []  # of the copies
         for other in copies:
@@ -130,21 +126,20 @@ class TrainedModel:
         else:
             seat.backward(loss)
 
-    def _module_copies(self, seed: int, seeds: Sequence[int]) -> list[nn.Module]:
-        """Copies of the module on the same base, with the LoRAs of these seeds; that of the module has `seed`."""
+    def _module_copies(self, part: str, targets: Sequence[str], seed: int) -> list[nn.Module]:
+        """Copies of the module on the same base for the other jobs of a meeting; the LoRA of its `part` has `seed`."""
         from phalanx.models.shared_base import copy_beside, drawn_again
 
         copies = []
-        for each in seeds:
+        for each in seeds()[1:]:
             copies.append(copy_beside(self.module))
             if each != seed:
-                for name, value in drawn_again(self.module, self.part, self.config, self.targets, each):
+                for name, value in drawn_again(self.module, part, self.config, targets, each):
                     copies[-1].get_parameter(name).data.copy_(value)
         return copies
 
     def with_adapters(self, *, shares: bool) -> "list[TrainedModel]":
-        """The models of all `adapters` of __init__, each with its own LoRA on the same frozen base. None has been
-        trained.
+        """The models of all jobs of a meeting, each with its own LoRA on the same frozen base. None has been trained.
 
         shares: whether they share passes, for functions that `run` calls with the batch as the first dim of all
         tensors, and of those that they return. Sharded LoRAs cannot.
@@ -171,16 +166,44 @@ class TrainedModel:
 
     @torch.no_grad()
     def whole_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights, with the LoRA merged, for an engine's copy in the module's dtype; see merged_weights.
+        """Yield all weights, with the LoRA merged, one full tensor at a time under the base model's names, for an
+        engine's copy. All ranks must iterate in lockstep, to the end.
 
-        base: without the LoRA. All ranks must iterate in lockstep, to the end.
+        Sharded tensors are gathered, in the module's dtype if that has fewer bits. Weights with a LoRA are summed, and
+        yielded, in float32; those in NF4 are dequantized. base: leave the LoRA out.
         """
-        yield from merged_weights(self.module.state_dict(), self.config, self.dtype, base=base)
+        state = self.module.state_dict()
+        for name, tensor in state.items():
+            stem = name.removesuffix("weight")
+            if ".lora_" in name or name.endswith((f".{UP}", f".{DOWN}")):
+                continue
+            merged = name.endswith(".base_layer.weight") and not base
+            if isinstance(tensor, DTensor) and tensor.dtype.itemsize > self.dtype.itemsize and not merged:
+                tensor = tensor.to(self.dtype)
+            weight = _full_tensor(tensor)
+            if weight.dtype is torch.uint8:
+                beside = [_full_tensor(state[stem + factor]) for factor in (UP, DOWN) if stem + factor in state]
+                weight = dequantized(torch.float32 if merged else self.dtype, weight, *beside)
+            if merged:
+                owner = stem.removesuffix("base_layer.")
+                down = _full_tensor(state[f"{owner}lora_A.default.weight"])
+                up = _full_tensor(state[f"{owner}lora_B.default.weight"])
+                # in float32: the receiver rounds the sum only once
+                weight = weight.float() + self._lora_scale * (up.float() @ down.float())
+            yield name.replace(".base_layer.", "."), weight
 
     @torch.no_grad()
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the LoRA, by peft's names, B times the scale. All ranks must iterate in lockstep, to the end."""
-        yield from adapter_weights(self.module.state_dict(), self.config)
+        """Yield the LoRA in float32, by peft's names, B times the scale. All ranks must iterate in lockstep."""
+        for name, tensor in self.module.state_dict().items():
+            if ".lora_" in name:
+                factor = _full_tensor(tensor).float()
+                yield name.replace(".default.", "."), factor * self._lora_scale if ".lora_B." in name else factor
+
+    @property
+    def _lora_scale(self) -> float:
+        """By what B A is multiplied."""
+        return lora_alpha(self.config) / self.config.lora_rank
 
     @property
     def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -195,7 +218,7 @@ class TrainedModel:
         """
         for name, p in self.parameters.items():
             value = p.detach() if weights is None else as_part_of(self._weights[weights][name].to(p.device), p)
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, _full_tensor(value)
 
     @torch.no_grad()
     def take(self, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -258,52 +281,6 @@ class TrainedModel:
         for name, p in self.parameters.items():
             local(p).copy_(local(values[name]))
         self.sharded.copy_to_module()
-
-
-def merged_weights(
-    state: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype, *, base: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state_dict with the LoRA merged, one full tensor at a time, under the base model's names.
-
-    Sharded tensors are gathered, in `dtype` if that has fewer bits: all ranks of a shard group must iterate in
-    lockstep, to the end. Weights with a LoRA are summed, and yielded, in float32; those in NF4 are dequantized.
-
-    base: leave the LoRA out.
-    """
-    scale = _lora_scale(config)
-    for name, tensor in state.items():
-        stem = name.removesuffix("weight")
-        if ".lora_" in name or name.endswith((f".{UP}", f".{DOWN}")):
-            continue
-        merged = name.endswith(".base_layer.weight") and not base
-        if isinstance(tensor, DTensor) and tensor.dtype.itemsize > dtype.itemsize and not merged:
-            tensor = tensor.to(dtype)
-        weight = _full_tensor(tensor)
-        if weight.dtype is torch.uint8:
-            beside = [_full_tensor(state[stem + factor]) for factor in (UP, DOWN) if stem + factor in state]
-            weight = dequantized(torch.float32 if merged else dtype, weight, *beside)
-        if merged:
-            owner = stem.removesuffix("base_layer.")
-            down = _full_tensor(state[f"{owner}lora_A.default.weight"])
-            up = _full_tensor(state[f"{owner}lora_B.default.weight"])
-            # in float32: the receiver rounds the sum only once
-            weight = weight.float() + scale * (up.float() @ down.float())
-        yield name.replace(".base_layer.", "."), weight
-
-
-def adapter_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the LoRA in a module's state_dict, by peft's names, in float32 and with B times the scale. See
-    merged_weights.
-    """
-    for name, tensor in state.items():
-        if ".lora_" in name:
-            factor = _full_tensor(tensor).float()
-            yield name.replace(".default.", "."), factor * _lora_scale(config) if ".lora_B." in name else factor
-
-
-def _lora_scale(config: ModelConfig) -> float:
-    """By what B A is multiplied."""
-    return lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class RewardModel:
 
             groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # a collective of the world
             if holders is not None:
-                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, pairs=pairs, **kind)
+                self._engine = VllmEngine(cfg, groups, pairs=pairs, **kind)
         elif holders is not None:
             from phalanx.distributed.tensor_parallel import replica_mesh
             from phalanx.engines.transformers import TransformersEngine

@@ -21,7 +21,7 @@ from phalanx.distributed.collectives import same_everywhere
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
 from phalanx.distributed.placement import place
-from phalanx.models.meeting import here
+from phalanx.models.meeting import here, shared
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout.registry import check_installed
@@ -243,8 +243,8 @@ def policy_of(kind: PolicyKind, world: World, plan: BatchPlan | None = None) -> 
     seat = here()
     if seat is None:
         return kind.load_policy(world, plan)
-    policy = seat.once("policy", lambda: kind.load_policy(world, plan))
-    models = seat.once("adapters", lambda: policy.trained.with_adapters(shares=kind.shares))
+    policy = shared("policy", lambda: kind.load_policy(world, plan))
+    models = shared("adapters", lambda: policy.trained.with_adapters(shares=kind.shares))
     if models[0].shares and world.shard_size > 1:  # ranks gather weights together in each pass
         seat.meeting.agree = same_everywhere
     return kind.adapted(policy, models[seat.number])

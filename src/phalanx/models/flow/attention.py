@@ -1,12 +1,13 @@
 """`model.attn_backend`: diffusers' attention dispatch, tested before its use, and attention processors that use it.
 
-SD3's processor computes no outputs that are not used; Qwen-Image's is for `model.compile`.
+That of SD3 and HunyuanVideo computes no outputs that are not used; Qwen-Image's is for `model.compile`.
 """
 
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
 from phalanx.distributed.context_parallel import ContextGroup
@@ -82,14 +83,15 @@ def _project_heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> T
 
 
 class DispatchedJointAttention:
-    """SD3's joint attention by diffusers' dispatch.
+    """The joint attention of SD3, and of HunyuanVideo with rotary embeddings of the image and a mask of the text.
 
-    diffusers' own processor for this family, JointAttnProcessor2_0, ignores the backend. In the last block it also
-    computes the queries of the text, whose outputs are not used.
+    diffusers' own processor for SD3, JointAttnProcessor2_0, ignores the backend. In the last block it also computes the
+    queries of the text, whose outputs are not used. The one for HunyuanVideo builds a mask of L x L for each block and
+    row, which takes gigabytes for a video; here it is a mask of the keys.
     """
 
-    # diffusers' set_attention_backend sets these on processors
-    _attention_backend: Any = AttentionBackendName.NATIVE
+    # diffusers' set_attention_backend sets these on processors; None: its default backend
+    _attention_backend: Any = None
     _parallel_config: Any = None
 
     def __call__(
@@ -98,15 +100,21 @@ class DispatchedJointAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """hidden_states [N, L, D], encoder_hidden_states [N, T, D] or None -> the same shapes."""
+        """hidden_states [N, L, D], encoder_hidden_states [N, T, D] or None, its mask [N, T] -> the same shapes."""
         q, k, v = image_heads(attn, hidden_states)
+        if image_rotary_emb is not None:
+            q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
         if encoder_hidden_states is not None:
             # projecting zero tokens, instead of skipping the projection, gives the layer a gradient of 0 and not None
             queried = encoder_hidden_states[:, :0] if attn.context_pre_only else encoder_hidden_states
             text_q, text_k, text_v = text_heads(attn, encoder_hidden_states, queried)
             q, k, v = torch.cat([q, text_q], 1), torch.cat([k, text_k], 1), torch.cat([v, text_v], 1)
-        out = self.attend(q, k, v, attention_mask)
+        mask = attention_mask
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(hidden_states.shape[:2]), mask], 1)[:, None, None]
+        out = self.attend(q, k, v, mask)
         image = attn.to_out[1](attn.to_out[0](out[:, : hidden_states.shape[1]]))
         if encoder_hidden_states is None:
             return image
@@ -129,9 +137,7 @@ class RealRotaryAttention(DispatchedJointAttention):
     takes several passes over queries and keys.
     """
 
-    _attention_backend: Any = None  # diffusers' default backend
-
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         attn: Any,
         hidden_states: Tensor,

@@ -15,6 +15,7 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from phalanx.distributed.collectives import exchange
 from phalanx.distributed.mesh import Node
 from phalanx.kept import kept
 from phalanx.models.flow.family import Embeds
@@ -101,12 +102,15 @@ class EmbedsCache:
         for text, embeds in zip(to_encode, encoded, strict=True):
             held[text] = embeds
             self._write_embeds(text, embeds)
-        parcels = []
-        for place in range(len(node.ranks)):
-            sent = lacks[place] & (source == node.place) & (place != node.place)
-            parcels.append(_pack_embeds({i: held[texts[i]] for i in sent.nonzero().flatten().tolist()}))
-        for parcel in node.exchange(parcels):
-            for i, embeds in _unpack_embeds(parcel).items():
+        lacks &= source != torch.arange(len(node.ranks))[:, None]  # a rank now has what it has encoded
+        parcels = {}
+        for place, rank in enumerate(node.ranks):
+            if sent := (lacks[place] & (source == node.place)).nonzero().flatten().tolist():
+                packed = bytearray(_pack_embeds({i: held[texts[i]] for i in sent}))
+                parcels[rank] = torch.frombuffer(packed, dtype=torch.uint8)
+        senders = node.ranks.start + source[lacks[node.place]].unique()
+        for parcel in exchange(parcels, senders.tolist()).values():
+            for i, embeds in _unpack_embeds(parcel.numpy().tobytes()).items():
                 held[texts[i]] = embeds
         for text in texts:
             if text in new_here:

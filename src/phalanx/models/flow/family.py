@@ -100,6 +100,8 @@ class FlowModel(ModelFiles):
         with ignored_named(config):
             self.load(config, dtype, weights_dtype)
         self.adapt(self.transformer)
+        if not self.transformer.config.get("guidance_embeds", True):  # as of FLUX.1-schnell
+            self.embedded_guidance_key = None
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
 

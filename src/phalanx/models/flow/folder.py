@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.config.messages import cut, shown
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.engines.loading import check_weights, listed, loading, unread_tensors, warn_of_unread
+from phalanx.engines.loading import check_weights, listed, load_with_info, loading, unread_tensors, warn_of_unread
 from phalanx.models.flow import pipeline_headers
 from phalanx.models.flow.pipeline_headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
@@ -212,14 +212,8 @@ def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype
 
 
 def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype, key: str = "model.path") -> nn.Module:
-    """Load a text encoder of transformers. Raises ValueError for a tensor that is missing or has another shape.
-
-    Without this check, transformers would initialise such a tensor at random.
-    """
-    checked = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    encoder, info = getattr(transformers, kind).from_pretrained(
-        path, subfolder=name, dtype=dtype, trust_remote_code=False, **checked
-    )
+    """Load a text encoder of transformers. Raises ValueError for a tensor that is missing or has another shape."""
+    encoder, info = load_with_info(getattr(transformers, kind), path, subfolder=name, dtype=dtype)
     check_weights(info, f"{key}: {path!r}: the weights of {name} are not whole")
     warn_of_unread(info, f"{key}: {path!r}: {name}")
     return encoder

@@ -23,15 +23,11 @@ class ModelFiles:
     lora_bias: str = "lora_B.bias"  # what a LoRA's bias of a layer is called in a file with the model's own names
 
     stores_alpha = False  # whether a LoRA's file has its alpha
+    how_to_load = staticmethod(how_to_load)
 
     @classmethod
     def check_base(cls, config: FlowModelConfig) -> None:
         """Do nothing: a LoRA's export needs no base."""
-
-    @classmethod
-    def how_to_load(cls, folder: Path) -> str | None:
-        """See phalanx.models.flow.folder.how_to_load."""
-        return how_to_load(folder)
 
     @classmethod
     def stock_pipeline(cls) -> Any:

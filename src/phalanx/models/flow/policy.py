@@ -26,7 +26,6 @@ from phalanx.models.flow.embeds import EmbedsCache, moved
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lora import start_from_lora
-from phalanx.models.meeting import seeds
 from phalanx.models.recompute import recompute
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.step_metrics import step_flops
@@ -81,7 +80,6 @@ class FlowPolicy:
             model.dtype,
             lora_targets=model.lora_targets,
             seed=seed,
-            adapters=seeds(),
             frozen=frozen,
             kept=kept,
             part=model.trained_part(model.transformer, config),

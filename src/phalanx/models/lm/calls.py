@@ -170,19 +170,15 @@ def _read_llama3(text: str, types: Types) -> _Parts:
 
     Without the tag that begins a call, an object is one only if it has a name and parameters: other JSON is an answer.
     """
-    parts = _Parts()
-    if _TAG not in text:
-        objects = _split_objects(text.strip())
-        if not _looks_called(objects[0] if objects else ""):
-            parts.rest.append(text)
-            return parts
-        for body in objects:
-            parts.add(body, lambda body: _check_call(_parse_value(body), "parameters", required=True))
-        return parts
-    for tag, piece in _split_tags(text, _TAG, None):
+    parts, bare = _Parts(), _TAG not in text
+    pieces = _split_tags(text, _TAG, None)
+    if bare:
+        called = _looks_called("".join(_split_objects(text.strip())[:1]))
+        pieces = iter([(_TAG, text.strip()) if called else ("", text)])
+    for tag, piece in pieces:
         if tag == _TAG:
             for body in _split_objects(piece):
-                parts.add(body, lambda body: _check_call(_parse_value(body), "parameters"))
+                parts.add(body, lambda body: _check_call(_parse_value(body), "parameters", required=bare))
         else:
             (parts.thoughts if tag else parts.rest).append(piece)
     return parts

@@ -32,7 +32,6 @@ from phalanx.models.lm.composite import name_in_whole
 from phalanx.models.lm.load_folder import end_tokens, load_model, load_tokenizer, read_lora, unused_generation
 from phalanx.models.lm.model import DTYPES, CausalLM, positions
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
-from phalanx.models.meeting import seeds
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops
 from phalanx.telemetry.step_metrics import step_flops
@@ -98,7 +97,6 @@ class LMPolicy:
             DTYPES[config.dtype],
             lora_targets=LORA_TARGETS,
             seed=seed,
-            adapters=seeds(),
             frozen=frozen,
             experts=experts.spread(model.lm, config, parallel, world.shard_size),
             kept=kept,

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from phalanx.config.trained_model import LMModelConfig
-from phalanx.engines.loading import check_weights, loading, warn_of_unread
+from phalanx.engines.loading import check_weights, load_with_info, loading, warn_of_unread
 from phalanx.models.lm import experts, packing
 from phalanx.models.lm.composite import OF_WHOLE, check_text, text_part
 from phalanx.models.lm.lm_folder import check_folder
@@ -99,16 +99,8 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tupl
 
 def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """Load the folder's model by the auto class `kind` of transformers: the model and its loading info."""
-    lm, info = kind.from_pretrained(
-        config.path,
-        revision=config.revision,
-        trust_remote_code=False,
-        use_safetensors=True,
-        dtype=dtype,
-        attn_implementation=config.attn_implementation,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
+    options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
+    lm, info = load_with_info(kind, config.path, dtype=dtype, **options)
     cast_weights(lm, dtype)
     return lm, info
 

@@ -70,33 +70,21 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
 
     Raises ValueError, in one line, for a folder that does not load or that does not embed the policy's vocabulary.
     """
-    base, checkpointing = policy.config, config.gradient_checkpointing
-    settings = copy_with(
-        base,
-        path=base.path if config.path is None else config.path,
-        revision=base.revision if config.path is None else config.revision,
-        dtype=base.dtype if config.dtype is None else config.dtype,
-        lora_rank=0,
-        lora_path=None,
-        quantization=None,
-        gradient_checkpointing=base.gradient_checkpointing if checkpointing is None else checkpointing,
-        gradient_checkpointing_blocks=None,
-    )
+    plain = {"lora_rank": 0, "lora_path": None, "quantization": None, "gradient_checkpointing_blocks": None}
+    named = {name: value for name, value in vars(config).items() if value is not None}
+    named["revision"] = policy.config.revision if config.path is None else config.revision
+    settings = copy_with(policy.config, **plain, **named)
     if config.path is not None:
         settings.rename_keys("critic.model")
     here, images = f"{settings:path}: {settings.path!r}", policy.vision is not None
     model = load_model(settings, torch.float32, chunk=1, stored=True, images=images)
     if images:
         if model.vision.name != policy.vision.name:
-            raise ValueError(
-                f"{settings:path}: {settings.path!r} is a {model.vision.name}; expected a {policy.vision.name}"
-            )
+            raise ValueError(f"{here} is a {model.vision.name}; expected a {policy.vision.name}")
         model.vision.owner, model.vision.dummy = "critic", policy.vision.dummy
     rows, vocabulary = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
     if rows < vocabulary:
-        raise ValueError(
-            f"{settings:path}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {vocabulary}"
-        )
+        raise ValueError(f"{here} embeds {rows} tokens, and the policy's tokenizer has {vocabulary}")
     longest, limit = policy.data.max_prompt_length + policy.data.max_response_length, positions(model.lm.config)
     if limit is not None and limit < longest:
         raise ValueError(

@@ -63,7 +63,7 @@ class Vision:
         self.image = int(lm.config.image_token_id)
         # placeholders are never sampled, because there would be no image for them
         self.never = tuple({self.image, int(settings.get("video_token_id") or self.image)})
-        self.dummy: dict[str, Tensor] = {}  # see unseen
+        self.dummy: Look | None = None  # see unseen
 
     def packing(self, given: str = "model.use_remove_padding: true", advice: str = "set it to false") -> Any:
         """The module whose attention packs samples into one row, or computes rows that ranks share. Raises ValueError
@@ -150,11 +150,9 @@ class Vision:
         """0, computed by a trained tower: a pass without images must gather its shards as other ranks' passes do."""
         if self.frozen:
             return 0.0
-        output = self.model.get_image_features(**self._join_inputs([self.dummy]), return_dict=True)
-        total = _flatten_features(output.pooler_output).sum()
-        for layer in output.get("deepstack_features") or ():
-            total = total + _flatten_features(layer).sum()
-        return 0.0 * total
+        assert self.dummy is not None
+        (features,) = self._compute_features([self.dummy])
+        return 0.0 * sum(map(torch.sum, (features.pooled, *features.deep)))
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -254,7 +252,7 @@ class Reader:
         prompt = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_random_picture(),))
         with loading(f"model.path: {config.path!r}: its processor fails"):
             self.tried = self.read(prompt, data)
-        vision.dummy = self.tried[1].inputs  # any image will do; see Vision.unseen
+        vision.dummy = self.tried[1]  # any image will do; see Vision.unseen
 
     def _set_bounds(self, data: LMDataConfig) -> None:
         """Set the bounds that images are resized to, in pixels, if `data` has them."""

@@ -84,7 +84,7 @@ class VllmRollout(LMRollout):
             adapter_key=f"{config:lora_sync}",
         )
         self._groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
-        self.engine = TextEngine(settings, self._groups, world.rank, world.launch.local_rank)
+        self.engine = TextEngine(settings, self._groups)
         self._probe = probe_prompts(policy, policy.data)
         self._looks: list[Any] = [None] * len(self._probe)
         if policy.vision is not None:  # a text does not test the vision tower

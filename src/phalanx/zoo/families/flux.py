@@ -10,7 +10,6 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.attention import JOINT_ATTENTION
 from phalanx.models.flow.embeds import pooled_embeds
 from phalanx.models.flow.family import Embeds, PackedModel
@@ -29,11 +28,6 @@ class Model(PackedModel):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     # the layers of Flow-GRPO's FLUX script: attention and the MLPs of both streams; in single-stream blocks, attention
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
-
-    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, weights_dtype)
-        if not self.transformer.config.guidance_embeds:  # schnell
-            self.embedded_guidance_key = None
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}

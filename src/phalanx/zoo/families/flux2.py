@@ -38,8 +38,6 @@ class Model(PackedModel):
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
-        if not self.transformer.config.guidance_embeds:
-            self.embedded_guidance_key = None
         self.references = References(config.reference_size, self.pipeline.vae_scale_factor * 2)
 
     def components(self, path: str) -> dict[str, Any]:

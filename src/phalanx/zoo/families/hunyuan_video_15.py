@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.models.flow.attention import JOINT_ATTENTION, DispatchedJointAttention, image_heads, text_heads
+from phalanx.models.flow.attention import JOINT_ATTENTION, DispatchedJointAttention
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
 from phalanx.models.recompute import run_block
@@ -19,36 +18,6 @@ from phalanx.models.recompute import run_block
 TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens: indices into the model's cond_type_embed
 FPS = 24  # frame rate of the videos that the model was trained on
 GUIDER = "ClassifierFreeGuidance"
-
-
-class JointAttention(DispatchedJointAttention):
-    """The attention of the model's blocks, with a mask [N, 1, 1, L] of the keys.
-
-    diffusers' own processor builds a mask of L x L for each block and row, which takes gigabytes for a video.
-    """
-
-    _attention_backend: Any = None  # diffusers' default backend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden_states [N, L, D], encoder_hidden_states [N, T, D], its mask [N, T] -> the same shapes."""
-        assert encoder_hidden_states is not None and image_rotary_emb is not None
-        length = hidden_states.shape[1]
-        q, k, v = image_heads(attn, hidden_states)
-        q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
-        text_q, text_k, text_v = text_heads(attn, encoder_hidden_states)
-        q, k, v = torch.cat([q, text_q], 1), torch.cat([k, text_k], 1), torch.cat([v, text_v], 1)
-        mask = attention_mask
-        if mask is not None:
-            mask = torch.cat([mask.new_ones(hidden_states.shape[:2]), mask], 1)[:, None, None]
-        out = self.attend(q, k, v, mask)
-        return attn.to_out[1](attn.to_out[0](out[:, :length])), attn.to_add_out(out[:, length:])
 
 
 class Transformer(HunyuanVideo15Transformer3DModel):
@@ -141,7 +110,7 @@ class Model(FlowModel):
     @staticmethod
     def adapt(transformer: Any) -> None:
         for block in transformer.transformer_blocks:
-            block.attn.set_processor(JointAttention())
+            block.attn.set_processor(DispatchedJointAttention())
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
         """Tokens of the text and of the template after it; tokens of the template before it are dropped."""

@@ -1,7 +1,7 @@
 """LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of audio, which attend to each other."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,15 +46,6 @@ def context_plan(rope_type: str) -> dict[str, Any]:
     for rope in ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope"):
         plan[rope] = {0: position, 1: position}
     return plan | {"proj_out": whole, "audio_proj_out": whole}
-
-
-class Transformer(LTX2VideoTransformer3DModel):
-    """diffusers' transformer with another context-parallel plan.
-
-    Its own plan splits video tokens, but neither their positions nor audio.
-    """
-
-    _cp_plan: ClassVar[dict[str, Any]] = context_plan("split")
 
 
 class SharedAttention:
@@ -106,7 +97,7 @@ class Model(FlowModel):
     """
 
     pipeline_class = "LTX2Pipeline"
-    transformer_class = Transformer
+    transformer_class = LTX2VideoTransformer3DModel
     makes_videos = True
     fps = FPS
     encodes_images = False
