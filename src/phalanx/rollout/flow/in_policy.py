@@ -97,6 +97,10 @@ class PolicyRollout:
             branching=c.branching,
         )
         drawn = self.draw(job, local, each)
+        std = 0.0
+        if self.window:
+            reach = window_reach(c.num_inference_steps, c.sde_window_range)
+            std = typical_std(schedule.levels, reach, noise_level=c.noise_level, sde_type=c.sde_type)
         # a replay needs only the latents of the window; keeping those of all steps would fill the memory
         first = window.start
         trace = FlowTrace(
@@ -107,7 +111,7 @@ class PolicyRollout:
             sigmas=schedule.sigmas[first : window.stop + 1],
             timesteps=schedule.timesteps[first : window.stop],
             sigma_max=schedule.levels[1],
-            typical_std=self.typical_std(schedule),
+            typical_std=std,
             trained=torch.tensor(trained, dtype=torch.long, device=self.world.device) - first,
             embeds=embeds,
             prompt_index=rows,
@@ -209,14 +213,6 @@ class PolicyRollout:
     def close(self) -> None:
         """Do nothing: this rollout runs nothing in the background."""
 
-    def typical_std(self, schedule: Schedule) -> float:
-        """See FlowTrace."""
-        c = self.config
-        if not self.window:
-            return 0.0
-        reach = window_reach(c.num_inference_steps, c.sde_window_range)
-        return typical_std(schedule.levels, reach, noise_level=c.noise_level, sde_type=c.sde_type)
-
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """Sample rollout.val.n images per prompt, prompt by prompt, with `val_sampler`.
 
@@ -285,11 +281,6 @@ class PolicyRollout:
             shown += prompts[place * share // n : last // n + 1]
         return shown
 
-    def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
-        """See FlowPolicy.embed. Raises JobError, on all ranks, if a prompt's image is unreadable."""
-        size = (sampler.height, sampler.width, sampler.num_frames)
-        return self._encode_together(lambda: self.policy.embed(prompts, negatives, size))
-
     def _encode_together(self, encode: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
         """Call `encode`, with an exchange of errors between the ranks only if prompts have images: texts never fail."""
         return encode() if self.policy.model.image_column is None else on_all_ranks(encode)
@@ -297,14 +288,17 @@ class PolicyRollout:
     def collate(
         self, prompts: list[Prompt], negatives: bool = True, sampler: Sampler | None = None
     ) -> dict[str, Tensor]:
-        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device; `sampler` None: that of training."""
+        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device; `sampler` None: that of training.
+        Raises JobError, on all ranks, if a prompt's image is unreadable.
+        """
         sampler = sampler or self.sampler
-        embeds = self.embed(prompts, negatives, sampler)
+        size = (sampler.height, sampler.width, sampler.num_frames)
+        embeds = self._encode_together(lambda: self.policy.embed(prompts, negatives, size))
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
         # Padded to the longest text of all ranks, and masked if any rank has a shorter one: kernels round differently
         # at another length or with a mask, so with local lengths results would depend on the layout.
         longest = reduce_int(max(lengths), "max")
         shortest = -reduce_int(-min(lengths), "max")
-        length = self.policy.text_length(longest, (sampler.height, sampler.width))
+        length = self.policy.text_length(longest, size[:2])
         batch = self.policy.model.collate(embeds, length, padded=length != shortest)
         return {name: value.to(self.world.device) for name, value in batch.items()}
