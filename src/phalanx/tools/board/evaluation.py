@@ -46,12 +46,6 @@ class Scores:
     def n(self) -> int:
         return self.values[REWARD].shape[1]
 
-    def of(self, prompts: Sequence[int]) -> "Scores":
-        """The scores of the prompts with these positions."""
-        rows = [self.rows[i] for i in prompts]
-        answers = {name: [given[i] for i in prompts] for name, given in self.answers.items()}
-        return Scores(rows, {name: values[list(prompts)] for name, values in self.values.items()}, answers)
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -168,11 +162,6 @@ def _known_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return rows[:, ~np.isnan(rows).any(0)]
 
 
-def _paired_values(values: Statistics, before: Statistics) -> Statistics:
-    """The values [2, P] of both models; a statistic that only one of them has is omitted."""
-    return {key: np.stack([values[key], before[key]]) for key in values if key in before}
-
-
 def _changed_most(rows: Sequence[Row], now: NDArray[np.float64], then: NDArray[np.float64]) -> list[dict[str, Any]]:
     """The prompts whose mean rewards [P] changed most: those that improved, then those that got worse."""
     order = [int(i) for i in np.argsort(np.nan_to_num(now - then), kind="stable") if abs(now[i] - then[i]) > 0]
@@ -215,26 +204,25 @@ def result_of(
     others = None if baseline is None else read_scores(baseline)
     sets: dict[str, Any] = {}
     for name, scores in read_scores(rows).items():
-        part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n}
-        ranged = _ranged_scores(scores)
-        part["scores"] = estimated_figures(per_prompt(scores, wanted), ranged)
+        values, ranged = per_prompt(scores, wanted), _ranged_scores(scores)
+        part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n, "scores": estimated_figures(values, ranged)}
         groups = {} if wanted.group_by is None else grouped_prompts(scores, wanted.group_by)
-        if groups:
-            of_groups = {value: per_prompt(scores.of(places), wanted) for value, places in groups.items()}
-            part["groups"] = {}
-            for value, places in groups.items():
-                part["groups"][value] = {"prompts": len(places), "scores": estimated_figures(of_groups[value], ranged)}
-            part["mean_of_groups"] = {"scores": _mean_over_groups(list(of_groups.values()), ranged)}
+        part |= _grouped_figures("scores", values, groups, ranged)
+        for value, places in groups.items():
+            part["groups"][value]["prompts"] = len(places)
         if others is not None:
-            part["baseline"] = _compare_scores(scores, others[name], wanted, groups)
+            part["baseline"] = _compare_scores(scores, values, others[name], wanted, groups)
         sets[name] = part
     return {**facts, "confidence": CONFIDENCE, "sets": sets}
 
 
-def _compare_scores(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
-    values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
-    ranged = _ranged_scores(scores) & _ranged_scores(others)
-    compared = estimated_figures(_paired_values(values, before), ranged)
+def _compare_scores(
+    scores: Scores, values: Statistics, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]
+) -> dict[str, Any]:
+    before, ranged = per_prompt(others, wanted), _ranged_scores(scores) & _ranged_scores(others)
+    # a statistic that only one of both models has is omitted
+    paired = {key: np.stack([values[key], before[key]]) for key in values if key in before}
+    compared = estimated_figures(paired, ranged)
     part: dict[str, Any] = {"scores": estimated_figures(before, _ranged_scores(others)), "differences": compared}
     wins = {}
     for name in compared:
@@ -245,27 +233,31 @@ def _compare_scores(scores: Scores, others: Scores, wanted: Wanted, groups: Mapp
         }
     part["better_equal_worse"] = wins
     part["changed_most"] = _changed_most(scores.rows, values[REWARD, "mean"], before[REWARD, "mean"])
-    inner = []
+    return part | _grouped_figures("differences", paired, groups, ranged)
+
+
+def _grouped_figures(
+    kind: str, statistics: Statistics, groups: Mapping[str, list[int]], ranged: set[str]
+) -> dict[str, Any]:
+    """The estimates of each group of prompts, and the mean over groups of each statistic that all of them have, under
+    the name `kind`; nothing without groups.
+    """
+    if not groups:
+        return {}
+    of_groups: dict[str, dict[str, Any]] = {}
     for value, places in groups.items():
-        inner.append(_paired_values(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)))
-        part.setdefault("groups", {})[value] = {"differences": estimated_figures(inner[-1], ranged)}
-    if inner:
-        part["mean_of_groups"] = {"differences": _mean_over_groups(inner, ranged)}
-    return part
-
-
-def _mean_over_groups(groups: Sequence[Statistics], ranged: set[str]) -> Figures:
-    """The mean over groups of each statistic that all of them have."""
-    result: Figures = {}
-    for name, statistic in groups[0]:
-        of_score, parts = result.setdefault(name, {}), list[Any]()
-        for group in groups:
-            known = _known_values(group.get((name, statistic), np.array([])))
+        of_group = {key: values[..., places] for key, values in statistics.items()}
+        of_groups[value] = {kind: estimated_figures(of_group, ranged)}
+    mean: Figures = {}
+    for (name, statistic), values in statistics.items():
+        of_score, parts = mean.setdefault(name, {}), list[Any]()
+        for places in groups.values():
+            known = _known_values(values[..., places])
             if known.size:
                 parts.append(known[0] if len(known) == 1 else (known[0], known[1]))
         if len(parts) == len(groups):
             of_score[statistic] = asdict(mean_of_groups(parts, _is_ranged(name, statistic, ranged)))
-    return result
+    return {"groups": of_groups, "mean_of_groups": {kind: mean}}
 
 
 # -- the console ------------------------------------------------------------------------------------------------------
