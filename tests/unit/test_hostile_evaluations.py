@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
+from phalanx.config.tasks import EvaluateConfig
 from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import Reader
 from phalanx.run.outputs import place_in_run
-from phalanx.tools.board.evaluation import Wanted, result_of
+from phalanx.tools.board.evaluation import result_of
 from phalanx.tools.board.evaluation_files import Records, read_records, write_json
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.scored import is_complete, stored_in
@@ -104,7 +105,7 @@ def use(folder: Path, here: Path) -> list[str]:
         places = {name: row[name] for name in ("set", "index", "sample", "scores")}
         now.append(record(**places, reward=float(row["index"])))
     if rows:
-        result = result_of(now, Wanted(), HEAD, rows)
+        result = result_of(now, EvaluateConfig(), HEAD, rows)
         page = write_page(here, result, Side(now, here), Side(rows, folder))
         Page(page)
         shown.append(page.read_text())

@@ -1,14 +1,14 @@
 """The statistics of an evaluation: evaluation.json, from the rows of records.jsonl."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.config.tasks import EvaluateConfig
 from phalanx.functional.statistics import (
     CONFIDENCE,
     best_of_k,
@@ -47,21 +47,6 @@ class Scores:
         return self.values[REWARD].shape[1]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The statistics to compute: see phalanx.config.tasks.EvaluateConfig."""
-
-    k: Sequence[int] | None = None
-    threshold: float | None = None
-    group_by: str | None = None
-
-    def of(self, n: int) -> list[int]:
-        """The values of k for n samples per prompt: those chosen, or by default the powers of 2 up to n."""
-        if self.k is not None:
-            return [k for k in self.k if k <= n]
-        return [2**power for power in range(n.bit_length())]
-
-
 def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
     """Group rows, in any order, into the scores of each set."""
     sets: dict[str, dict[int, dict[int, Row]]] = {}
@@ -82,54 +67,54 @@ def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
     return result
 
 
-def per_prompt(scores: Scores, wanted: Wanted) -> Statistics:
-    """The statistics of each prompt; NaN for prompts with too few scored samples."""
+def per_prompt(scores: Scores, wanted: EvaluateConfig) -> Statistics:
+    """The statistics of each prompt; NaN for prompts with too few scored samples, and none that all prompts lack but
+    the mean.
+    """
+    ks = [2**power for power in range(scores.n.bit_length())] if wanted.k is None else wanted.k
     result: Statistics = {}
     for name, values in scores.values.items():
-        statistics = {"mean": _each_prompt(values, 1, lambda row, _: float(row.mean()))}
         are_marks = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
         threshold = 1.0 if wanted.threshold is None and are_marks else wanted.threshold
-        for k in wanted.of(scores.n):
-            if threshold is not None:
-                statistics[f"pass@{k}"] = _each_prompt(values, k, partial(_pass_rate, k=k, threshold=threshold))
-            if k == 1:  # all other statistics equal the mean
-                continue
-            statistics[f"avg@{k}"] = _each_prompt(values[:, :k], k, lambda row, _: float(row.mean()))
-            if not are_marks:  # for scores of 0 and 1, best@k equals pass@k
-                statistics[f"best@{k}"] = _each_prompt(values, k, lambda row, _, k=k: best_of_k(row, k))
-            if name in scores.answers:
-                votes = partial(_majority_score, values=values, answers=scores.answers[name], k=k)
-                statistics[f"majority@{k}"] = _each_prompt(values, k, votes)
-        for statistic in sorted(statistics, key=_statistic_order):
-            result[name, statistic] = statistics[statistic]
+        prompts = list[dict[str, float]]()
+        for row, answers in zip(values, scores.answers.get(name, [None] * len(values)), strict=True):
+            prompts.append(_prompt_statistics(row, answers, ks, threshold, are_marks))
+        for statistic in sorted({"mean"}.union(*prompts), key=_statistic_order):
+            result[name, statistic] = np.array([of_prompt.get(statistic, np.nan) for of_prompt in prompts])
     return result
+
+
+def _prompt_statistics(
+    row: NDArray[np.float64],
+    answers: Sequence[str | None] | None,
+    ks: Sequence[int],
+    threshold: float | None,
+    are_marks: bool,
+) -> dict[str, float]:
+    """The statistics of a prompt's scores [n] for which it has enough; are_marks: all scores of the set are 0 or 1."""
+    is_known = ~np.isnan(row)
+    known, count = row[is_known], int(is_known.sum())
+    statistics = {"mean": float(known.mean())} if count else {}
+    for k in ks:
+        if k > count:
+            continue
+        if threshold is not None:
+            statistics[f"pass@{k}"] = pass_at_k(int((known >= threshold).sum()), count, k)
+        if k == 1:  # all other statistics equal the mean
+            continue
+        if is_known[:k].all():
+            statistics[f"avg@{k}"] = float(row[:k].mean())
+        if not are_marks:  # for scores of 0 and 1, best@k equals pass@k
+            statistics[f"best@{k}"] = best_of_k(known, k)
+        if answers is not None:
+            statistics[f"majority@{k}"] = majority_at_k(list(compress(answers, is_known)), known, k)
+    return statistics
 
 
 def _statistic_order(statistic: str) -> tuple[int, int]:
     """Sort key of statistics: by kind, then by k."""
     kind, _, k = statistic.partition("@")
     return STATISTICS.index(kind), int(k or 0)
-
-
-def _each_prompt(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
-    """Apply `statistic(row, i)` to the scores of each prompt i that has at least `least` of them; others are NaN."""
-    result = np.full(len(values), np.nan)
-    for i, row in enumerate(values):
-        known = row[~np.isnan(row)]
-        if len(known) >= least:
-            result[i] = statistic(known, i)
-    return result
-
-
-def _pass_rate(row: NDArray[np.float64], _: int, k: int, threshold: float) -> float:
-    return pass_at_k(int((row >= threshold).sum()), len(row), k)
-
-
-def _majority_score(
-    row: NDArray[np.float64], i: int, values: NDArray[np.float64], answers: list[list[str | None]], k: int
-) -> float:
-    given = [answer for answer, value in zip(answers[i], values[i], strict=True) if not math.isnan(value)]
-    return majority_at_k(given, row, k)
 
 
 def _ranged_scores(scores: Scores) -> set[str]:
@@ -196,7 +181,7 @@ def grouped_prompts(scores: Scores, column: str) -> dict[str, list[int]]:
 
 
 def result_of(
-    rows: Sequence[Row], wanted: Wanted, facts: Mapping[str, Any], baseline: Sequence[Row] | None = None
+    rows: Sequence[Row], wanted: EvaluateConfig, facts: Mapping[str, Any], baseline: Sequence[Row] | None = None
 ) -> dict[str, Any]:
     """The content of evaluation.json: for each set the statistics, those of groups, and the differences to a baseline
     with the rows `baseline`.
@@ -217,7 +202,7 @@ def result_of(
 
 
 def _compare_scores(
-    scores: Scores, values: Statistics, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]
+    scores: Scores, values: Statistics, others: Scores, wanted: EvaluateConfig, groups: Mapping[str, list[int]]
 ) -> dict[str, Any]:
     before, ranged = per_prompt(others, wanted), _ranged_scores(scores) & _ranged_scores(others)
     # a statistic that only one of both models has is omitted
