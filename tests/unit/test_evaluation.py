@@ -18,7 +18,7 @@ from phalanx.run.exporting import Trained
 from phalanx.run.rules import load_config
 from phalanx.tools import candidate
 from phalanx.tools.board.evaluation import result_of, table
-from phalanx.tools.board.evaluation_files import Records, read_records
+from phalanx.tools.board.evaluation_files import append_records, keep_chunks, read_records
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.candidate import read_baseline, read_candidate
 from phalanx.zoo.rewards.text.dapo import Dapo
@@ -158,17 +158,17 @@ def test_a_table_is_short() -> None:
 
 
 def test_a_cut_file_is_kept_to_its_last_whole_chunk(tmp_path: Path) -> None:
-    file, rows = Records(tmp_path), records([1.0, 0.0], [0.0, 0.0])
-    assert file.keep([2, 2]) == 0
-    file.add(rows[:3])
+    rows = records([1.0, 0.0], [0.0, 0.0])
+    assert keep_chunks(tmp_path, [2, 2]) == 0
+    append_records(tmp_path, rows[:3])
     with (tmp_path / "records.jsonl").open("a") as stream:
         stream.write('{"set": "te')
-    assert file.keep([2, 2]) == 1
-    file.add(rows[2:])
+    assert keep_chunks(tmp_path, [2, 2]) == 1
+    append_records(tmp_path, rows[2:])
     assert read_records(tmp_path) == rows
     (tmp_path / "records.jsonl").write_text(json.dumps(rows[0]) + "\n{}\n" + json.dumps(rows[1]) + "\n")
     with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of an evaluation"):
-        file.keep([2, 2])
+        keep_chunks(tmp_path, [2, 2])
 
 
 def test_rewards_give_answers_that_are_the_same_text() -> None:

@@ -28,7 +28,7 @@ from phalanx.run.kind import Sets
 from phalanx.run.outputs import writing
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.telemetry.timers import Timers
-from phalanx.tools.board.evaluation_files import ARGUMENTS, Records, each_record, write_json
+from phalanx.tools.board.evaluation_files import ARGUMENTS, append_records, each_record, keep_chunks, write_json
 from phalanx.tools.candidate import Candidate, build_parts, differing
 from phalanx.types import JobError, Outputs, Prompt
 
@@ -54,7 +54,7 @@ class Sampling:
     ) -> None:
         self.key, self.before = key, before
         self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
-        self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
+        self.facts = candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
         self.parts: Any = None
         self.rewards: RewardSet | None = None
         self._kept = ""  # description of the completed chunks
@@ -100,7 +100,7 @@ class Sampling:
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(self.folder, ARGUMENTS, {"facts": self.facts, "complete": False})
-                done = self.records.keep(sizes)
+                done = keep_chunks(self.folder, sizes)
         done = broadcast_object(done)
         if done and self.world.rank == 0:
             log.info("resuming after %d of %d chunks in %s", done, len(chunks), self.folder)
@@ -109,7 +109,7 @@ class Sampling:
             rows = self._sample_chunk(self.parts, set_name, prompts)
             if self.world.rank == 0:
                 with writing(self.folder, "output_dir"):
-                    self.records.add(rows)
+                    append_records(self.folder, rows)
                 log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), set_name)
         if self.world.rank == 0:
             with writing(self.folder, "output_dir"):

@@ -21,31 +21,26 @@ KEYS = {"set", "index", "sample", "prompt", REWARD, "scores"}
 Row = dict[str, Any]
 
 
-class Records:
-    """records.jsonl, to which samples are appended chunk by chunk."""
+def append_records(folder: Path, rows: Sequence[Row]) -> None:
+    """Append rows to a folder's records.jsonl, and sync them to disk. Raises OSError."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    with append_inside(folder, RECORDS) as file:
+        file.write("".join(lines).encode())
+        file.flush()
+        os.fsync(file.fileno())
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Append rows and sync them to disk. Raises OSError."""
-        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        with append_inside(self.folder, RECORDS) as file:
-            file.write("".join(lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def keep(self, sizes: Sequence[int]) -> int:
-        """Truncate the file after its last complete chunk (chunk i has sizes[i] rows); return the number of chunks."""
-        rows, chunks, kept = read_records(self.folder, is_cut=True), 0, 0
-        while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
-            kept += sizes[chunks]
-            chunks += 1
-        with suppress(FileNotFoundError):
-            with open_inside(self.folder, RECORDS) as file:
-                lines = list(islice(file, kept))
-            write_inside(self.folder, RECORDS, b"".join(lines))
-        return chunks
+def keep_chunks(folder: Path, sizes: Sequence[int]) -> int:
+    """Truncate records.jsonl after its last complete chunk (chunk i has sizes[i] rows); returns their number."""
+    rows, chunks, kept = read_records(folder, is_cut=True), 0, 0
+    while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
+        kept += sizes[chunks]
+        chunks += 1
+    with suppress(FileNotFoundError):
+        with open_inside(folder, RECORDS) as file:
+            lines = list(islice(file, kept))
+        write_inside(folder, RECORDS, b"".join(lines))
+    return chunks
 
 
 def read_records(folder: Path, *, is_cut: bool = False) -> list[Row]:
