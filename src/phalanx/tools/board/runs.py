@@ -259,13 +259,13 @@ def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int
             return 0
         ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of any rank"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
-    text = _log_text(folder, rank)
+    text = log_text(folder, rank)
     shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
     sys.stdout.write(plain(shown))
     sys.stdout.flush()
     while follow:
         ends = states([folder])[folder] != LIVING
-        newer = _log_text(folder, rank)
+        newer = log_text(folder, rank)
         sys.stdout.write(plain(_new_text(text, newer)))
         sys.stdout.flush()
         text = newer
@@ -275,9 +275,10 @@ def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int
     return 0
 
 
-def _log_text(folder: Path, rank: int) -> str:
+def log_text(folder: Path, rank: int, most: int = LOG_BYTES) -> str:
+    """The last `most` bytes of a rank's output. Raises OSError."""
     try:
-        return tail(folder, f"{RANKS}/{rank}.log", LOG_BYTES).decode("utf-8", "replace")
+        return tail(folder, f"{RANKS}/{rank}.log", most).decode("utf-8", "replace")
     except FileNotFoundError:  # the rank has not printed anything yet
         return ""
 

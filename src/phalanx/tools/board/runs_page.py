@@ -1,7 +1,5 @@
 """The page about a folder of runs: a table that one sorts and filters, and chosen runs compared; see page/runs.js."""
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -131,8 +129,3 @@ def table_page(root: Path, data: dict[str, Any], *, live: bool = False) -> tuple
     place = '<section id="compared"></section>'
     scripts, held = ["report.js", "runs.js"], {"charts": [], "of-runs": data}
     return document("Runs", facts, [f"{body}</section>", place], footer, parts, scripts, held, live=live)
-
-
-def seen_key(data: dict[str, Any]) -> str:
-    """A key that changes with the data."""
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

@@ -25,12 +25,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.config.inside import list_inside
-from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE, RANKS, Run, key_of, tail
+from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE, Run, key_of
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.tools.board.rank_history import RankHistory
 from phalanx.tools.board.report import page_of, run_readers, sections_of
-from phalanx.tools.board.runs import Beats, check_run, is_run, last_rows, overview, run_folders
-from phalanx.tools.board.runs_page import RunTable, seen_key, table_page
+from phalanx.tools.board.runs import Beats, check_run, is_run, last_rows, log_text, overview, run_folders
+from phalanx.tools.board.runs_page import RunTable, table_page
 from phalanx.tools.board.samples import Room
 
 MOST_WATCHERS = 8  # pages of runs of a folder whose metrics are kept in memory
@@ -71,7 +71,7 @@ class Watcher:
                 return self._rank_data(number, int(query["step"]) if "step" in query else None)
             if path != "/log":
                 raise ValueError(f"{path}: this is no folder of runs")
-            return self._rank_log(number, int(query.get("rank", "")))
+            return {"text": log_text(self.folders[number], int(query.get("rank", "")), LOG_BYTES)}
 
     def _read_runs(self) -> list[Run]:
         self._runs = [reader.read() for reader in self._readers]
@@ -85,13 +85,6 @@ class Watcher:
         line = overview(folder, self._beats.state(folder), data["ranks"])
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
         return of_run | data
-
-    def _rank_log(self, number: int, rank: int) -> dict[str, Any]:
-        try:
-            data = tail(self.folders[number], f"{RANKS}/{rank}.log", LOG_BYTES)
-        except FileNotFoundError:  # the rank has not printed anything yet
-            data = b""
-        return {"text": data.decode("utf-8", "replace")}
 
     def _changed_sections(self, seen: str, kept: str) -> dict[str, Any]:
         """The sections of the report, if the keys of its files differ from `seen` and `kept`, those of the page."""
@@ -134,7 +127,7 @@ class FolderWatcher:
             return self._watcher_of(query.get("of", "")).ask(path, query)
         with self._lock:
             data = self._data()
-        key = seen_key(data)
+        key = hashlib.sha256(json.dumps(data).encode()).hexdigest()
         return {"seen": key} if key == query.get("seen") else {"seen": key, "table": data}
 
     def _data(self) -> dict[str, Any]:
