@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,12 +44,15 @@ List the shipped configurations, or print the one called NAME, such as flowgrpo/
 
 @dataclass(frozen=True)
 class Command:
-    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *."""
+    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *. module:
+    one of phalanx.tools, whose `main` runs the command; with several commands, it takes the name, too.
+    """
 
     help: str
     task: str | None = None
     options: tuple[str, ...] = ()  # passed to the task after the user's arguments
     one_rank: bool = False
+    module: str | None = None
 
 
 COMMANDS = {
@@ -64,15 +68,20 @@ COMMANDS = {
     ),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
     "prepare": Command("make training data for a language model", "prepare_data", one_rank=True),
-    "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR"),
-    "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR"),
-    "runs": Command("list the runs below a folder, with their machines, progress and status"),
-    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]"),
-    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR"),
-    "diff": Command("say where two runs differ first: phalanx diff RUN RUN"),
-    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN"),
-    "verify": Command("train it again and say whether the results are equal: phalanx verify RUN"),
-    "convert": Command("convert a script or configuration of verl, TRL and others: phalanx convert FILE > config.yaml"),
+    "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR", module="board.report"),
+    "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR", module="board.watch"),
+    "runs": Command("list the runs below a folder, with their machines, progress and status", module="board.runs"),
+    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]", module="board.runs"),
+    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR", module="board.runs"),
+    "diff": Command("say where two runs differ first: phalanx diff RUN RUN", module="reproduce.differences"),
+    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN", module="reproduce.rerun"),
+    "verify": Command(
+        "train it again and say whether the results are equal: phalanx verify RUN", module="reproduce.rerun"
+    ),
+    "convert": Command(
+        "convert a script or configuration of verl, TRL and others: phalanx convert FILE > config.yaml",
+        module="convert",
+    ),
     "configs": Command("list the shipped configurations, or print the one called NAME"),
 }
 
@@ -106,30 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show(_tasks_help(given.command, command))
     if given.command == "configs" and wants_help:
         return show(CONFIGS_HELP)
-    if given.command == "report":
-        from phalanx.tools.board.report import main as report
-
-        return report(words)
-    if given.command == "watch":
-        from phalanx.tools.board.watch import main as watch
-
-        return watch(words)
-    if given.command in ("runs", "logs", "stop"):
-        from phalanx.tools.board.runs import main as manage
-
-        return manage(given.command, words)
-    if given.command == "diff":
-        from phalanx.tools.reproduce.differences import main as compare
-
-        return compare(words)
-    if given.command == "convert":
-        from phalanx.tools.convert import main as convert
-
-        return convert(words)
-    if given.command in ("rerun", "verify"):
-        from phalanx.tools.reproduce.rerun import main as repeat
-
-        return repeat(given.command, words)
+    if command.module is not None:
+        tool: Any = import_module(f"phalanx.tools.{command.module}")
+        several = [other.module for other in COMMANDS.values()].count(command.module) > 1
+        return int(tool.main(given.command, words) if several else tool.main(words))
     try:
         if command.task is None:
             return show(_list_configs(words))
