@@ -4,7 +4,7 @@ import difflib
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -85,6 +85,14 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural if needed."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural}"
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int) -> Iterator[str]:
+    """The lines of a table: the first `texts` columns are left-aligned, the others, of numbers, right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [*map(str.ljust, row[:texts], widths), *map(str.rjust, row[texts:], widths[texts:])]
+        yield "  ".join(cells).rstrip()
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

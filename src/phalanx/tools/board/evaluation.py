@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.config.messages import aligned
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.functional.statistics import (
     CONFIDENCE,
@@ -285,9 +286,7 @@ def table(result: Mapping[str, Any]) -> str:
         for label, group, inner in groups_of(part):
             only = {score: {"mean": row["mean"]} for score, row in group.items() if "mean" in row}
             rows += _table_rows(only, inner, f"{plain(' '.join(label.split()))} ")
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines += [f"  {line}" for line in aligned(rows, len(rows[0]))]
         if "baseline" in part:
             better, equal, worse = part["baseline"]["better_equal_worse"][REWARD]["prompts"]
             lines.append(f"  prompts: {better} better, {equal} equal, {worse} worse than the baseline")

@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.config.files import json_object
 from phalanx.config.inside import list_inside, status_inside
-from phalanx.config.messages import cut
+from phalanx.config.messages import aligned, cut
 from phalanx.exit import show
 from phalanx.run.telemetry.curves import is_count, is_finite
 from phalanx.run.telemetry.run_folder import (
@@ -243,11 +243,7 @@ def _list_runs(root: Path) -> int:
         table.append(overview(folder, state[folder]).row())
     if len(table) == 1:
         return show(f"no runs in {root}")
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        lines.append(plain("  ".join(map(str.ljust, row, widths)).rstrip()))
-    return show("\n".join(lines))
+    return show("\n".join(map(plain, aligned(table, len(COLUMNS)))))
 
 
 def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from phalanx.config.messages import aligned
 from phalanx.run.roles import span
 
 GROUPS = 4  # groups of ranks that are written out
@@ -38,11 +39,9 @@ def listed(rows: Rows) -> Iterator[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of several columns: the first is left-aligned, the others, which are numbers, right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *numbers in rows:
-        cells = map(str.rjust, numbers, widths[1:])
-        yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()
+    """Lines of a name and numbers."""
+    for line in aligned(rows, 1):
+        yield f"  {line}"
 
 
 def groups(ranks: Iterable[Sequence[int]]) -> str:
