@@ -93,7 +93,10 @@ class Sampling:
         assert self.parts is not None, "built above or before"
         run, noun = self.candidate.run, self.parts.rollout.noun
         self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._raise_stopped)
-        chunks, n = self._prompt_chunks(self.parts.val_sets), run.rollout.val.n
+        chunks, n = list[tuple[str, list[Prompt]]](), run.rollout.val.n  # that all ranks sample together, by set
+        for name, prompts in self.parts.val_sets.items():
+            for first in range(0, len(prompts), self.cfg.prompts_per_chunk):
+                chunks.append((name, prompts[first : first + self.cfg.prompts_per_chunk]))
         sizes = [len(prompts) * n for _, prompts in chunks]
         done = 0
         with writing(self.folder, "output_dir"):
@@ -123,14 +126,6 @@ class Sampling:
     def _raise_stopped(self, number: int) -> None:
         self.world.watch.close()
         raise Stopped(number, f" after {self._kept}; the same command resumes from {self.folder}")
-
-    def _prompt_chunks(self, sets: Sets) -> list[tuple[str, list[Prompt]]]:
-        """The prompts that all ranks sample together, each time with the name of their set."""
-        chunks, size = [], self.cfg.prompts_per_chunk
-        for name, prompts in sets.items():
-            for first in range(0, len(prompts), size):
-                chunks.append((name, prompts[first : first + size]))
-        return chunks
 
     def _sample_chunk(self, parts: Any, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Sample and score a chunk; returns its rows on rank 0, ordered by prompt and sample."""
