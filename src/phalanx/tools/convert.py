@@ -6,7 +6,6 @@ The names and values are those of config/foreign_keys.yaml. What has no equal he
 import argparse
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from phalanx.config.lm_supervised import DPOConfig, SFTConfig
 from phalanx.config.load import rows_of
 from phalanx.config.messages import ConfigError, cut
 from phalanx.config.secrets import hide
-from phalanx.exit import show
+from phalanx.exit import show, show_mistake
 from phalanx.run.rules import load_config
 from phalanx.tools.foreign_files import ForeignFile, Line, read_foreign
 from phalanx.tools.foreign_values import Unknown, attempt, formula
@@ -290,6 +289,5 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{given.trainer}: expected from=TRAINER")
         text = convert(given.file, given.trainer and given.trainer.removeprefix("from="))
     except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     return show(text.rstrip("\n"))

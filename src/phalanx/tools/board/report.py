@@ -20,6 +20,7 @@ from typing import Any
 from phalanx.config.files import replace_file
 from phalanx.config.inside import list_inside, status_inside
 from phalanx.config.messages import cut
+from phalanx.exit import show_mistake
 from phalanx.run.telemetry.curves import Points
 from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader, read_config
 from phalanx.telemetry.loggers import LOSS
@@ -93,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         path = write_report(*arguments.run_dir, output=arguments.output)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     print(path)
     if arguments.open:
         webbrowser.open(path.resolve().as_uri())

@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.config.files import json_object
 from phalanx.config.inside import list_inside, status_inside
 from phalanx.config.messages import aligned, cut
-from phalanx.exit import show
+from phalanx.exit import show, show_mistake
 from phalanx.run.telemetry.curves import is_count, is_finite
 from phalanx.run.telemetry.run_folder import (
     BEAT_S,
@@ -220,8 +220,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the remaining output at exit
         return 0
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     except KeyboardInterrupt:
         return 130
 

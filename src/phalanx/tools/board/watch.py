@@ -11,7 +11,6 @@ import ipaddress
 import json
 import secrets
 import socket
-import sys
 import threading
 import time
 import webbrowser
@@ -25,6 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.config.inside import list_inside
+from phalanx.exit import show_mistake
 from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE, Run, key_of
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.tools.board.rank_history import RankHistory
@@ -333,8 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         watcher = watcher_of(given.runs)
         server = Server(watcher, given.host, given.port, None if is_loopback(given.host) else secrets.token_urlsafe(24))
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     with server:
         print(server.url, flush=True)
         if given.open:
