@@ -61,7 +61,7 @@ class Sampling:
         self.complete = from_first(self._is_complete)
 
     def _is_complete(self) -> bool:
-        """Whether the folder contains all records. Raises ConfigError if it contains others, or damaged ones."""
+        """Whether the folder contains all records. Raises ValueError if it contains others, or damaged ones."""
         stored = stored_in(self.folder)
         if stored is None:
             return False
@@ -232,9 +232,6 @@ def stored_in(folder: Path) -> dict[str, Any] | None:
 
 
 def is_complete(folder: Path, stored: dict[str, Any]) -> bool:
-    """Whether an evaluation has all its records; raises ConfigError if one is damaged."""
-    try:
-        count = sum(1 for _ in each_record(folder, is_cut=True))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    """Whether an evaluation has all its records; raises ValueError if one is damaged."""
+    count = sum(1 for _ in each_record(folder, is_cut=True))
     return stored["complete"] is True and count == stored.get("samples")

@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.files import json_object
+from phalanx.config.files import json_object, reading
 from phalanx.config.inside import append_inside, open_inside, write_inside
 from phalanx.run.telemetry.curves import MOST_COUNT, is_finite
 from phalanx.run.telemetry.growing_file import MOST_LINE
@@ -52,28 +52,20 @@ def each_record(folder: Path, *, is_cut: bool = False) -> Iterator[Row]:
     """The rows of a folder's records.jsonl, one by one. is_cut: ignore an incomplete last line. Raises ValueError for a
     file that cannot be read, and for an invalid row.
     """
-    names = dict[str, Any]()
-    try:
-        with open_inside(folder, RECORDS) as file:
-            for number in count(1):
-                line = file.readline(MOST_LINE)
-                if not line:
-                    return
-                if is_cut and len(line) < MOST_LINE and not line.endswith(b"\n"):
-                    break
-                row = json_object(line.decode("utf-8", "replace"))
-                if (
-                    row is None
-                    or not _is_record(row)
-                    or names.setdefault(row["set"], _record_names(row)) != _record_names(row)
-                ):
-                    place = f"{folder / RECORDS}:{number}"
-                    raise ValueError(f"{place}: not a record of an evaluation; delete the file to sample again")
-                yield row
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ValueError(f"{folder / RECORDS} cannot be read: {error.strerror}") from None
+    names, path = dict[str, Any](), folder / RECORDS
+    with reading(str(path)), suppress(FileNotFoundError), open_inside(folder, RECORDS) as file:
+        for number in count(1):
+            line = file.readline(MOST_LINE)
+            if not line or (is_cut and len(line) < MOST_LINE and not line.endswith(b"\n")):
+                return
+            row = json_object(line.decode("utf-8", "replace"))
+            if (
+                row is None
+                or not _is_record(row)
+                or names.setdefault(row["set"], _record_names(row)) != _record_names(row)
+            ):
+                raise ValueError(f"{path}:{number}: not a record of an evaluation; delete the file to sample again")
+            yield row
 
 
 def _is_record(row: Row) -> bool:
