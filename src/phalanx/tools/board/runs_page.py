@@ -13,7 +13,7 @@ from phalanx.config.messages import counted, cut
 from phalanx.run.telemetry.run_folder import CONFIG_FILE, LATEST, METRICS_FILE, VALIDATION, Run, RunReader, key_of
 from phalanx.telemetry.loggers import LOSS
 from phalanx.tools.board.charts import Series
-from phalanx.tools.board.comparison import SEED, differing_settings, figures_of
+from phalanx.tools.board.comparison import figures_of, telling_settings
 from phalanx.tools.board.markup import document, html_table
 from phalanx.tools.board.runs import LIVING, run_folders
 
@@ -83,7 +83,8 @@ class RunTable:
                 entry.reader = None  # its metrics are not kept in memory
             entries.append((name, folder, entry))
         entries.sort(key=lambda part: -part[2].changed)
-        settings = _setting_columns([entry.config for _, _, entry in entries])
+        configs = [entry.config for _, _, entry in entries if entry.config]
+        settings = list(telling_settings(configs))[:MOST_SETTINGS]
         figures = dict[str, None]()
         for _, _, entry in entries:
             figures |= dict.fromkeys(name for name in entry.figures if not name.endswith(" first"))
@@ -98,12 +99,6 @@ class RunTable:
             curves.append(entry.curves if len(curves) < MOST_CURVES else {})
         columns = ["run", "state", *figures, *settings, "changed"]
         return {"columns": columns, "settings": len(settings), "rows": rows, "reports": reports, "curves": curves}
-
-
-def _setting_columns(configs: list[dict[str, Any]]) -> list[str]:
-    """The settings that differ, without those of the trainer that say where files go."""
-    differing = differing_settings([config for config in configs if config])
-    return [key for key in differing if key == SEED or not key.startswith("trainer.")][:MOST_SETTINGS]
 
 
 def _setting_cell(value: str | None) -> Any:
