@@ -31,16 +31,9 @@ class Scale:
         return f"{size / self._bytes:.2f}"
 
 
-def listed(rows: Rows) -> Iterator[str]:
-    """Lines of a name and a text, in two columns."""
-    longest = max((len(name) for name, _ in rows), default=0)
-    for name, text in rows:
-        yield f"  {name:<{longest}}  {text}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a name and numbers."""
-    for line in aligned(rows, 1):
+def listed(rows: Sequence[Sequence[str]], texts: int = 2) -> Iterator[str]:
+    """Lines of a name and a text, or with texts=1 of a name and numbers, in columns."""
+    for line in aligned(rows, texts):
         yield f"  {line}"
 
 
