@@ -105,20 +105,15 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     """The state of each run: `running`, `dead` (it vanished without recording its end), or its recorded end:
     `finished`, `stopped` or `failed`; `ended` if a version that did not record it wrote the files.
     """
-    jobs = {folder: read_json(folder, RUNNING_FILE) for folder in folders}
-    known, silent = {}, {}
-    for folder, job in jobs.items():
-        if job is None:
-            known[folder] = ended(folder)
-        elif _beat_age(folder) < 2 * BEAT_S:
-            known[folder] = LIVING
-        else:  # the machines' clocks may differ, so wait for another heartbeat before declaring the job dead
-            silent[folder] = job
+    beats, known = Beats(), dict[Path, str]()
+    for folder in folders:
+        known[folder] = beats.state(folder)
+    # the machines' clocks may differ, so wait for another heartbeat before declaring a job dead
+    silent = [folder for folder in folders if known[folder] == LIVING and _beat_age(folder) >= 2 * BEAT_S]
     if silent:
         time.sleep(1.5 * BEAT_S)
-    for folder, job in silent.items():
-        now = read_json(folder, RUNNING_FILE)
-        known[folder] = ended(folder) if now is None else DEAD if now == job else LIVING
+    for folder in silent:
+        known[folder] = beats.state(folder, BEAT_S)
     return known
 
 
@@ -128,14 +123,14 @@ class Beats:
     def __init__(self) -> None:
         self._beats: dict[Path, tuple[dict[str, Any], float]] = {}
 
-    def state(self, folder: Path) -> str:
-        """The state of a run as it is known now."""
+    def state(self, folder: Path, silence_s: float = SILENCE_S) -> str:
+        """The state of a run as it is known now: dead if no call has seen a heartbeat for `silence_s`."""
         job, now = read_json(folder, RUNNING_FILE), time.monotonic()
         if job is None:
             return ended(folder)
         if folder not in self._beats or job != self._beats[folder][0]:
             self._beats[folder] = job, now
-        return LIVING if now - self._beats[folder][1] < SILENCE_S else DEAD
+        return LIVING if now - self._beats[folder][1] < silence_s else DEAD
 
 
 def ended(folder: Path) -> str:
