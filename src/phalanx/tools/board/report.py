@@ -53,10 +53,8 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
     if len(folders) == 1 and not is_run(folders[0]) and any(run_folders(folders[0])):
-        table = RunTable(folders[0])
-        below = table.folders()
         path = output or folders[0] / RUNS_FILE
-        replace_file(path, table_page(folders[0], table.data(states(list(below.values())), below))[0])
+        replace_file(path, table_page(folders[0], RunTable(folders[0], states).data())[0])
         return path
     runs = [reader.read() for reader in run_readers(folders)]
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)

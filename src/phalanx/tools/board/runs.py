@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -105,9 +105,8 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     """The state of each run: `running`, `dead` (it vanished without recording its end), or its recorded end:
     `finished`, `stopped` or `failed`; `ended` if a version that did not record it wrote the files.
     """
-    beats, known = Beats(), dict[Path, str]()
-    for folder in folders:
-        known[folder] = beats.state(folder)
+    beats = Beats()
+    known = beats.states(folders)
     # the machines' clocks may differ, so wait for another heartbeat before declaring a job dead
     silent = [folder for folder in folders if known[folder] == LIVING and _beat_age(folder) >= 2 * BEAT_S]
     if silent:
@@ -131,6 +130,10 @@ class Beats:
         if folder not in self._beats or job != self._beats[folder][0]:
             self._beats[folder] = job, now
         return LIVING if now - self._beats[folder][1] < silence_s else DEAD
+
+    def states(self, folders: Iterable[Path]) -> dict[Path, str]:
+        """The state of each run as it is known now."""
+        return {folder: self.state(folder) for folder in folders}
 
 
 def ended(folder: Path) -> str:

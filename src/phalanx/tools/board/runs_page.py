@@ -1,7 +1,7 @@
 """The page about a folder of runs: a table that one sorts and filters, and chosen runs compared; see page/runs.js."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,21 +61,22 @@ def _main_curves(run: Run) -> dict[str, dict[str, Any]]:
 
 
 class RunTable:
-    """The runs below a folder; `data` reads what is new."""
+    """The runs below a folder; `data` reads what is new. states: of these runs, see phalanx.tools.board.runs.states."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, states: Callable[[Sequence[Path]], Mapping[Path, str]]) -> None:
+        self.root, self._states = root, states
         self._entries: dict[Path, Entry] = {}
 
     def folders(self) -> dict[str, Path]:
         """The folders of the runs by their names below the root."""
         return {str(folder.relative_to(self.root)): folder for folder in run_folders(self.root)}
 
-    def data(self, states: Mapping[Path, str], folders: Mapping[str, Path]) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
         """The table for page/runs.js: `columns`, with `settings` settings before the last; `rows`, the newest first;
         `reports`, the address of the page of each run, if there is one; and `curves`, by metric, of each row.
         """
-        entries = []
+        entries, folders = [], self.folders()
+        states = self._states(list(folders.values()))
         for name, folder in folders.items():
             entry = self._entries.setdefault(folder, Entry())
             entry.read(folder)

@@ -111,7 +111,7 @@ class FolderWatcher:
     """The table of the runs below a folder, and the pages of those that a request names in `of`, a JSON list."""
 
     def __init__(self, root: Path) -> None:
-        self._table, self._beats, self._lock = RunTable(root), Beats(), threading.Lock()
+        self._table, self._lock = RunTable(root, Beats().states), threading.Lock()
         self._watchers: dict[tuple[str, ...], Watcher] = {}
 
     def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
@@ -119,22 +119,16 @@ class FolderWatcher:
         if query and "of" in query:
             return self._watcher_of(query["of"]).page()
         with self._lock:
-            return table_page(self._table.root, self._data(), live=True)
+            return table_page(self._table.root, self._table.data(), live=True)
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
         if path != "/table":
             return self._watcher_of(query.get("of", "")).ask(path, query)
         with self._lock:
-            data = self._data()
+            data = self._table.data()
         key = hashlib.sha256(json.dumps(data).encode()).hexdigest()
         return {"seen": key} if key == query.get("seen") else {"seen": key, "table": data}
-
-    def _data(self) -> dict[str, Any]:
-        folders, states = self._table.folders(), dict[Path, str]()
-        for folder in folders.values():
-            states[folder] = self._beats.state(folder)
-        return self._table.data(states, folders)
 
     def _watcher_of(self, of: str) -> Watcher:
         """The watcher of these runs; the last ones that were asked for are kept."""
