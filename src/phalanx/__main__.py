@@ -6,12 +6,12 @@ always started in the same way and train.sh's environment variables keep their m
 
 import ast
 import difflib
-import importlib
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,8 +44,8 @@ List the shipped configurations, or print the one called NAME, such as flowgrpo/
 
 @dataclass(frozen=True)
 class Command:
-    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *. A
-    command without a task is the function `main` of a module, which takes its name too if it is `named`.
+    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *. module:
+    one of phalanx.tools, whose `main` runs the command; with several commands, it takes the name, too.
     """
 
     help: str
@@ -53,11 +53,8 @@ class Command:
     options: tuple[str, ...] = ()  # passed to the task after the user's arguments
     one_rank: bool = False
     module: str | None = None
-    named: bool = False
 
 
-RUNS: dict[str, Any] = {"module": "board.runs", "named": True}
-RERUN: dict[str, Any] = {"module": "reproduce.rerun", "named": True}
 COMMANDS = {
     "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
     "plan": Command("count what a training job needs on a cluster, without training", "train_*", ("--plan",)),
@@ -73,12 +70,14 @@ COMMANDS = {
     "prepare": Command("make training data for a language model", "prepare_data", one_rank=True),
     "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR", module="board.report"),
     "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR", module="board.watch"),
-    "runs": Command("list the runs below a folder, with their machines, progress and status", **RUNS),
-    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]", **RUNS),
-    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR", **RUNS),
+    "runs": Command("list the runs below a folder, with their machines, progress and status", module="board.runs"),
+    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]", module="board.runs"),
+    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR", module="board.runs"),
     "diff": Command("say where two runs differ first: phalanx diff RUN RUN", module="reproduce.differences"),
-    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN", **RERUN),
-    "verify": Command("train it again and say whether the results are equal: phalanx verify RUN", **RERUN),
+    "rerun": Command("train again what a run's folder describes: phalanx rerun RUN", module="reproduce.rerun"),
+    "verify": Command(
+        "train it again and say whether the results are equal: phalanx verify RUN", module="reproduce.rerun"
+    ),
     "convert": Command(
         "convert a script or configuration of verl, TRL and others: phalanx convert FILE > config.yaml",
         module="convert",
@@ -117,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "configs" and wants_help:
         return show(CONFIGS_HELP)
     if command.module is not None:
-        run = importlib.import_module(f"phalanx.tools.{command.module}").main
-        return int(run(given.command, words) if command.named else run(words))
+        tool: Any = import_module(f"phalanx.tools.{command.module}")
+        several = [other.module for other in COMMANDS.values()].count(command.module) > 1
+        return int(tool.main(given.command, words) if several else tool.main(words))
     try:
         if command.task is None:
             return show(_list_configs(words))

@@ -220,6 +220,12 @@ def show(text: str) -> int:
     return 0
 
 
+def show_mistake(error: Exception) -> int:
+    """Print a mistake of the user as one line; returns the status of the command that it ends."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
 def end(status: int, report: str | None = None, words: str | None = None, *, restart: bool = True) -> NoReturn:
     """Exit without waiting for this process's threads, some of which may never end.
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from phalanx.config.tasks import EvaluateConfig
 from phalanx.run.telemetry.run_folder import LONGEST_EVENT
 from phalanx.telemetry.records import Record
-from phalanx.tools.board.evaluation import Wanted, result_of
+from phalanx.tools.board.evaluation import result_of
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.board.report import write_report
 from tests.browser.emulated import Training
@@ -60,7 +61,7 @@ def an_evaluation(folder: Path, text: str = "a text") -> Path:
         sides.append(rows)
     folder.mkdir()
     head = {"model": f"models/{text}", "baseline": text, "arguments": {"model": {"path": text}}}
-    result = result_of(sides[0], Wanted(group_by="level"), head, sides[1])
+    result = result_of(sides[0], EvaluateConfig(group_by="level"), head, sides[1])
     return write_page(folder, result, Side(sides[0], folder), Side(sides[1], folder))
 
 

@@ -8,7 +8,7 @@ import pytest
 from phalanx.config.aliases import foreign_keys
 from phalanx.config.load import rows_of
 from phalanx.run.rules import load_config
-from phalanx.tools.convert import SCHEMAS, convert
+from phalanx.tools.convert import convert, schema_of
 
 VERL = r"""
 # GRPO of Qwen2 on GSM8K, with balanced sequences
@@ -285,7 +285,7 @@ def converted(folder: Path, name: str, content: str, function: str = "", trainer
     text = convert(f"{folder / name}{function}", trainer)
     task = text.splitlines()[0].partition("phalanx train ")[2].split()[0]
     (folder / "config.yaml").write_text(text)
-    return load_config(SCHEMAS[task], str(folder / "config.yaml"), []), text
+    return load_config(schema_of(task), str(folder / "config.yaml"), []), text
 
 
 def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +487,7 @@ def test_every_setting_of_the_tables_is_a_key() -> None:
             trainer = section.removeprefix("settings_of_")
             known = {"note"}
             for task in tasks.get(trainer) or (tables["tasks"][trainer],):
-                known |= {row.key for row in rows_of(SCHEMAS[task], None, [])}
+                known |= {row.key for row in rows_of(schema_of(task), None, [])}
             for choices in rules.values():
                 for settings in choices.values():
                     assert {*settings} <= known, (section, settings)

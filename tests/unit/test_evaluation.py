@@ -17,8 +17,8 @@ from phalanx.rewards.base import GivesAnswers
 from phalanx.run.exporting import Trained
 from phalanx.run.rules import load_config
 from phalanx.tools import candidate
-from phalanx.tools.board.evaluation import Wanted, result_of, table
-from phalanx.tools.board.evaluation_files import Records, read_records
+from phalanx.tools.board.evaluation import result_of, table
+from phalanx.tools.board.evaluation_files import append_records, keep_chunks, read_records
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.candidate import read_baseline, read_candidate
 from phalanx.zoo.rewards.text.dapo import Dapo
@@ -50,7 +50,7 @@ def value(result: dict[str, Any], statistic: str, score: str = "exact") -> float
 
 
 def test_statistics_of_marks() -> None:
-    result = result_of(records([1.0, 0.0], [0.0, 0.0], [1.0, 1.0]), Wanted(), HEAD)
+    result = result_of(records([1.0, 0.0], [0.0, 0.0], [1.0, 1.0]), EvaluateConfig(), HEAD)
     assert (value(result, "mean"), value(result, "pass@1"), value(result, "pass@2")) == (0.5, 0.5, 2 / 3)
     assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "avg@2", "pass@1", "pass@2"]
     assert result["sets"]["test"]["scores"]["exact"]["mean"]["count"] == 3
@@ -58,11 +58,11 @@ def test_statistics_of_marks() -> None:
 
 def test_statistics_of_other_scores() -> None:
     rows = records([0.2, 0.9], [0.6, 0.4])
-    result = result_of(rows, Wanted(k=[1, 2]), HEAD)
+    result = result_of(rows, EvaluateConfig(k=[1, 2]), HEAD)
     assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "avg@2", "best@2"]
     assert value(result, "best@2") == pytest.approx(0.75)
     # at the threshold 0.5, one sample of each prompt passes
-    passed = result_of(rows, Wanted(k=[1, 2], threshold=0.5), HEAD)
+    passed = result_of(rows, EvaluateConfig(k=[1, 2], threshold=0.5), HEAD)
     assert (value(passed, "pass@1"), value(passed, "pass@2")) == (0.5, 1.0)
 
 
@@ -70,11 +70,11 @@ def test_majority_of_answers() -> None:
     rows = []
     for sample, (answer, reward) in enumerate([("7", 1.0), ("7", 1.0), ("8", 0.0), (None, 0.0)]):
         rows.append(record(0, sample, reward, answers={"exact": answer}))
-    assert value(result_of(rows, Wanted(), HEAD), "majority@4") == 1.0
+    assert value(result_of(rows, EvaluateConfig(), HEAD), "majority@4") == 1.0
 
 
 def test_samples_without_a_score_are_left_out() -> None:
-    result = result_of(records([1.0, None], [0.0, 0.0], [None, None]), Wanted(), HEAD)
+    result = result_of(records([1.0, None], [0.0, 0.0], [None, None]), EvaluateConfig(), HEAD)
     assert (value(result, "mean"), value(result, "pass@2")) == (0.5, 0.0)
     counts = {name: row["count"] for name, row in result["sets"]["test"]["scores"]["exact"].items()}
     assert counts == {"mean": 2, "avg@2": 1, "pass@1": 2, "pass@2": 1}
@@ -85,7 +85,7 @@ def test_groups_of_values_that_look_the_same() -> None:
 
     def of(*levels: Any) -> dict[str, Any]:
         rows = [record(i, 0, 1.0, columns={"level": level}) for i, level in enumerate(levels)]
-        result = result_of(rows, Wanted(group_by="level"), HEAD)
+        result = result_of(rows, EvaluateConfig(group_by="level"), HEAD)
         assert "\x1b" not in table(result) and len(table(result).splitlines()) == 5 + len(set(map(str, levels)))
         return {name: group["prompts"] for name, group in result["sets"]["test"]["groups"].items()}
 
@@ -98,7 +98,7 @@ def test_the_mean_of_groups_gives_each_the_same_weight() -> None:
     now = [record(i, 0, mean, columns={"level": int(i > 2)}) for i, mean in enumerate([1.0, 1.5, 2.0, 0.5])]
     now.append(record(4, 0, 0.5, columns={"level": 1}))
     before = [row | {"reward": 0.5, "scores": {"exact": 0.5}} for row in now]
-    result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
+    result = result_of(now, EvaluateConfig(group_by="level"), HEAD | {"baseline": "base"}, before)
     part = result["sets"]["test"]
     mean = part["mean_of_groups"]["scores"]["exact"]["mean"]
     # the first group: Student's t with two degrees of freedom, 4.303 x 0.5 / sqrt 3; the second has zero width
@@ -113,7 +113,7 @@ def test_the_mean_of_groups_gives_each_the_same_weight() -> None:
 def test_no_interval_leaves_the_range_of_the_score() -> None:
     """A score that reaches 0 or 1 and never leaves them is in 0..1, as its differences are in -1..1."""
     now, before = records(*[[1.0, 0.9]] * 4, [1.0, 0.0]), records(*[[0.0, 0.1]] * 4, [0.0, 1.0])
-    part = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)["sets"]["test"]
+    part = result_of(now, EvaluateConfig(group_by="level"), HEAD | {"baseline": "base"}, before)["sets"]["test"]
     for scores in (part["scores"], part["mean_of_groups"]["scores"], part["baseline"]["scores"]):
         for estimate in scores["exact"].values():
             assert 0 <= estimate["low"] <= estimate["value"] <= estimate["high"] <= 1
@@ -123,21 +123,21 @@ def test_no_interval_leaves_the_range_of_the_score() -> None:
 
 
 def test_a_group_of_one_prompt_leaves_their_mean_without_bounds() -> None:
-    result = result_of(records([1.0], [0.5], [0.0]), Wanted(group_by="level"), HEAD)
+    result = result_of(records([1.0], [0.5], [0.0]), EvaluateConfig(group_by="level"), HEAD)
     mean = result["sets"]["test"]["mean_of_groups"]["scores"]["exact"]["mean"]
     assert mean == {"value": 0.5, "low": None, "high": None, "count": 3}
 
 
 def test_bounds_at_the_ends_have_no_sign() -> None:
     for count in range(1, 30):
-        shown = table(result_of(records(*[[0.0]] * count), Wanted(), HEAD))
+        shown = table(result_of(records(*[[0.0]] * count), EvaluateConfig(), HEAD))
         assert "-0.0000" not in shown and "[0.0000, " in shown
-        assert ", 1.0000]" in table(result_of(records(*[[1.0]] * count), Wanted(), HEAD))
+        assert ", 1.0000]" in table(result_of(records(*[[1.0]] * count), EvaluateConfig(), HEAD))
 
 
 def test_a_baseline_is_paired_by_prompt_and_seed() -> None:
     now, before = records([1.0, 1.0], [0.0, 0.0], [0.0, 1.0]), records([0.0, 1.0], [0.0, 0.0], [1.0, 1.0])
-    result = result_of(list(reversed(now)), Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
+    result = result_of(list(reversed(now)), EvaluateConfig(group_by="level"), HEAD | {"baseline": "base"}, before)
     compared = result["sets"]["test"]["baseline"]
     assert compared["differences"]["exact"]["mean"]["value"] == 0.0
     assert compared["better_equal_worse"]["exact"] == {"prompts": (1, 1, 1), "samples": (1, 4, 1)}
@@ -151,24 +151,24 @@ def test_a_baseline_is_paired_by_prompt_and_seed() -> None:
 
 
 def test_a_table_is_short() -> None:
-    lines = table(result_of(records([0.25, 0.25], [0.75, 0.75]), Wanted(k=[2]), HEAD)).splitlines()
+    lines = table(result_of(records([0.25, 0.25], [0.75, 0.75]), EvaluateConfig(k=[2]), HEAD)).splitlines()
     assert lines[0] == "test: 2 prompts x 2, 95 % intervals over prompts"
     # Student's t with one degree of freedom: 12.706 x 0.25
     assert lines[2].split() == ["exact", "mean", "0.5000", "[-2.6766,", "3.6766]"]
 
 
 def test_a_cut_file_is_kept_to_its_last_whole_chunk(tmp_path: Path) -> None:
-    file, rows = Records(tmp_path), records([1.0, 0.0], [0.0, 0.0])
-    assert file.keep([2, 2]) == 0
-    file.add(rows[:3])
+    rows = records([1.0, 0.0], [0.0, 0.0])
+    assert keep_chunks(tmp_path, [2, 2]) == 0
+    append_records(tmp_path, rows[:3])
     with (tmp_path / "records.jsonl").open("a") as stream:
         stream.write('{"set": "te')
-    assert file.keep([2, 2]) == 1
-    file.add(rows[2:])
+    assert keep_chunks(tmp_path, [2, 2]) == 1
+    append_records(tmp_path, rows[2:])
     assert read_records(tmp_path) == rows
     (tmp_path / "records.jsonl").write_text(json.dumps(rows[0]) + "\n{}\n" + json.dumps(rows[1]) + "\n")
     with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of an evaluation"):
-        file.keep([2, 2])
+        keep_chunks(tmp_path, [2, 2])
 
 
 def test_rewards_give_answers_that_are_the_same_text() -> None:
@@ -184,7 +184,7 @@ def test_rewards_give_answers_that_are_the_same_text() -> None:
 
 def test_a_page_that_needs_no_scripts(tmp_path: Path) -> None:
     now, before = records([1.0, 1.0], [0.0, 0.0]), records([0.0, 1.0], [0.0, 0.0])
-    result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
+    result = result_of(now, EvaluateConfig(group_by="level"), HEAD | {"baseline": "base"}, before)
     page = Page(write_page(tmp_path, result, Side(now, tmp_path), Side(before, tmp_path / "baseline")))
     assert "<b>prompt 0</b>" in page.text and "Evaluation of tiny" in page.text
     assert len(page.all("script")) == 3  # the curves, uPlot and ours
@@ -195,7 +195,7 @@ def test_a_page_that_needs_no_scripts(tmp_path: Path) -> None:
 def test_the_page_has_a_row_for_each_number_and_curves_over_k(tmp_path: Path) -> None:
     rows = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0.0] * 4]
     now, before = records(*rows), records(*[[0.0, 0.0, 1.0, 0.0]] * 3)
-    result = result_of(now, Wanted(), HEAD | {"baseline": "base"}, before)
+    result = result_of(now, EvaluateConfig(), HEAD | {"baseline": "base"}, before)
     page = Page(write_page(tmp_path, result, Side(now, tmp_path), Side(before, tmp_path)))
     words = page.words()
     assert "statistic value baseline difference prompts mean = avg@4 = pass@1 0.3333 [" in words
@@ -222,7 +222,7 @@ def test_the_page_has_a_row_for_each_number_and_curves_over_k(tmp_path: Path) ->
 def test_a_difference_beyond_its_interval_is_better(tmp_path: Path) -> None:
     now, before = records(*[[1.0, 1.0]] * 30), records(*[[0.0, 0.0]] * 30)
     for one, two, kind in ((now, before, "better"), (before, now, "worse")):
-        result = result_of(one, Wanted(), HEAD | {"baseline": "base"}, two)
+        result = result_of(one, EvaluateConfig(), HEAD | {"baseline": "base"}, two)
         page = Page(write_page(tmp_path, result, Side(one, tmp_path), Side(two, tmp_path)))
         assert f"tile {kind}" in [tag.get("class") for tag in page.all("div")]
         assert {tag["class"] for tag in page.all("td") if tag.get("data-name") == "difference"} == {kind}
@@ -238,7 +238,7 @@ def test_a_conversation_is_shown_whole(tmp_path: Path) -> None:
     rows = [record(i, 0, float(i)) | {"messages": messages} for i in range(2)]
     for row in rows:
         row |= {"turns": 40, "tool_calls": 40, "ended": "done", "turn_rewards": [], "columns": {"ground_truth": "<7>"}}
-    page = Page(write_page(tmp_path, result_of(rows, Wanted(), HEAD), Side(rows, tmp_path), None))
+    page = Page(write_page(tmp_path, result_of(rows, EvaluateConfig(), HEAD), Side(rows, tmp_path), None))
     assert all(f"assistant call {turn} tool {'x' * 200} {turn}" in page.words() for turn in range(40))
     assert "40 turns; 40 calls; ended: done" in page.words() and "ground truth: <7>" in page.words()
     assert "damaged" not in page.words()
@@ -254,7 +254,7 @@ def test_a_baseline_folder_has_whole_weights(lm_folder: Path) -> None:
 
 def test_a_score_that_no_sample_has_leaves_the_others(tmp_path: Path) -> None:
     rows = [record(i, 0, 0.5, scores={"exact": 0.5, "judge": None}) for i in range(2)]
-    result = result_of(rows, Wanted(), HEAD)
+    result = result_of(rows, EvaluateConfig(), HEAD)
     page = Page(write_page(tmp_path, result, Side(rows, tmp_path), None))
     assert "Mean · exact" in page.words() and "Mean · judge" not in page.words()
     assert "judge" not in table(result)

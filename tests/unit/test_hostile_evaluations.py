@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
+from phalanx.config.tasks import EvaluateConfig
 from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import Reader
 from phalanx.run.outputs import place_in_run
-from phalanx.tools.board.evaluation import Wanted, result_of
-from phalanx.tools.board.evaluation_files import Records, read_records, write_json
+from phalanx.tools.board.evaluation import result_of
+from phalanx.tools.board.evaluation_files import append_records, keep_chunks, read_records, write_json
 from phalanx.tools.board.evaluation_page import Side, write_page
 from phalanx.tools.scored import is_complete, stored_in
 from tests.helpers.hostile import SECRET, digest, fifo, in_child, in_place_of, linked, png, replaced, rows, sparse
@@ -104,15 +105,14 @@ def use(folder: Path, here: Path) -> list[str]:
         places = {name: row[name] for name in ("set", "index", "sample", "scores")}
         now.append(record(**places, reward=float(row["index"])))
     if rows:
-        result = result_of(now, Wanted(), HEAD, rows)
+        result = result_of(now, EvaluateConfig(), HEAD, rows)
         page = write_page(here, result, Side(now, here), Side(rows, folder))
         Page(page)
         shown.append(page.read_text())
         write_json(folder, "evaluation.json", result)
         shown.append(write_page(folder, result, Side(rows, folder), Side(now, here)).read_text())
-    records = Records(folder)
-    records.keep([1])
-    records.add(now[:1])
+    keep_chunks(folder, [1])
+    append_records(folder, now[:1])
     return shown
 
 

@@ -25,9 +25,7 @@ def write(folder: Path, config: str, *rewards: float) -> Path:
 
 
 def table_of(root: Path) -> dict[str, Any]:
-    table = RunTable(root)
-    folders = table.folders()
-    return table.data(dict.fromkeys(folders.values(), "finished"), folders)
+    return RunTable(root, lambda folders: dict.fromkeys(folders, "finished")).data()
 
 
 def test_the_table_has_the_figures_and_the_settings_that_differ(tmp_path: Path) -> None:

@@ -115,6 +115,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{plural}"
 
 
+def aligned(rows: Sequence[Sequence[str]], texts: int) -> Iterator[str]:
+    """The lines of a table: the first `texts` columns are left-aligned, the others, of numbers, right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [*map(str.ljust, row[:texts], widths), *map(str.rjust, row[texts:], widths[texts:])]
+        yield "  ".join(cells).rstrip()
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean ...?` if a known word is similar, else an empty string."""
     near = close(word, known)

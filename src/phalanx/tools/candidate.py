@@ -27,7 +27,7 @@ from phalanx.run.rules import check
 from phalanx.run.start import JobComponents
 from phalanx.run.world import check_world
 from phalanx.tools.inputs import given
-from phalanx.tools.opening import open_checkpoint
+from phalanx.tools.opening import is_checkpoint, open_checkpoint
 from phalanx.types import Prompt
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
@@ -100,7 +100,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
     """The baseline, a checkpoint or a model folder, with the candidate's sampling settings."""
     assert cfg.baseline is not None, "checked by the caller"
     folder = named_folder(cfg.baseline)
-    if folder.is_dir() and ((folder / "checkpoints").is_dir() or folder.name.startswith("step_")):
+    if folder.is_dir() and is_checkpoint(folder):
         trained = _open_checkpoint(cfg.baseline, cfg, Use(cfg.trust_run, ("model",)))
         model, name = replace(trained.run.model, gradient_checkpointing=False), str(trained.folder)
         if type(model) is not type(candidate.run.model):

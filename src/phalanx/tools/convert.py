@@ -6,35 +6,25 @@ The names and values are those of config/foreign_keys.yaml. What has no equal he
 import argparse
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
 from phalanx.config.aliases import counterpart, foreign_keys
-from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.flow import FlowRLConfig
-from phalanx.config.lm import LMRLConfig
-from phalanx.config.lm_supervised import DPOConfig, SFTConfig
 from phalanx.config.load import rows_of
 from phalanx.config.messages import ConfigError, cut
+from phalanx.config.registry import import_file
 from phalanx.config.secrets import hide
-from phalanx.exit import show
+from phalanx.config.shipped import ROOT
+from phalanx.exit import show, show_mistake
 from phalanx.run.rules import load_config
 from phalanx.tools.foreign_files import ForeignFile, Line, read_foreign
 from phalanx.tools.foreign_values import Unknown, attempt, formula
 
-SCHEMAS: dict[str, type] = {
-    "grpo": LMRLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "flowgrpo": FlowRLConfig,
-    "block_diffusion": BlockDiffusionTaskConfig,
-}
 DEFAULT = " (their default)"
 NOTHING, LACKING = "nothing to set for it here", "no equal here"
 # Other values than plain names are code that `load_config` would import.
@@ -68,7 +58,7 @@ class _Conversion:
 
     def _start(self, algorithm: str | None, words: list[str]) -> None:
         """Convert all lines to the keys of the job with these overrides, since an algorithm has keys of its own."""
-        self.types = {row.key: row.type for row in rows_of(SCHEMAS[self.task], None, words)}
+        self.types = {row.key: row.type for row in rows_of(schema_of(self.task), None, words)}
         self.settings, self.left = {}, {}
         if algorithm is not None:
             self.settings[ALGORITHM] = algorithm, self.file.method
@@ -164,7 +154,7 @@ class _Conversion:
                 path = Path(folder, "config.yaml")
                 path.write_text(self.text(), encoding="utf-8")
                 try:
-                    load_config(SCHEMAS[self.task], str(path), [])
+                    load_config(schema_of(self.task), str(path), [])
                     return
                 except ConfigError as error:
                     message = " ".join(str(error).split())
@@ -198,6 +188,11 @@ class _Conversion:
                 text = json.dumps([value], ensure_ascii=False)
             lines.append(f"{'  ' * len(sections)}{leaf}: {text.strip()[1:-1]}  # {_comment_text(origin)}")
         return "\n".join(lines) + "\n"
+
+
+def schema_of(task: str) -> Any:
+    """The schema of a training task, which its `build` takes."""
+    return get_type_hints(import_file(str(ROOT / "tasks" / f"train_{task}.py"), "task").build)["cfg"]
 
 
 def _values(lines: dict[str, Line]) -> dict[str, Any]:
@@ -290,6 +285,5 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{given.trainer}: expected from=TRAINER")
         text = convert(given.file, given.trainer and given.trainer.removeprefix("from="))
     except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     return show(text.rstrip("\n"))

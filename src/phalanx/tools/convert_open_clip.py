@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.exit import show_mistake
 from phalanx.zoo.rewards.image._clip import load_part
 from phalanx.zoo.rewards.image.aesthetic import read_published
 
@@ -116,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder = convert(arguments.source, arguments.target, arguments.base)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     print(folder)
     return 0
 

@@ -26,7 +26,7 @@ from phalanx.run.start import fitting_sets, start_job
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import stop_world
 from phalanx.telemetry.loggers import setting
-from phalanx.tools.board.evaluation import Wanted, result_of, table
+from phalanx.tools.board.evaluation import result_of, table
 from phalanx.tools.board.evaluation_files import (
     ARGUMENTS,
     ENDED,
@@ -54,7 +54,6 @@ class Evaluation:
     def __init__(self, cfg: EvaluateConfig) -> None:
         self.cfg = cfg
         self.candidate = read_candidate(cfg)
-        self.wanted = Wanted(cfg.k, cfg.threshold, cfg.group_by)
         n = self.candidate.run.rollout.val.n
         if cfg.k is not None and max(cfg.k, default=0) > n:
             raise ConfigError(f"k: {max(cfg.k)} is more than the {n} samples per prompt; expected at most n={n}")
@@ -161,7 +160,7 @@ class Evaluation:
         facts = stored_in(self.folder)
         assert facts is not None, "the arguments were written before"
         head = {"model": self.candidate.name, "baseline": baseline, "arguments": facts["facts"]}
-        result = result_of(rows, self.wanted, head, others)
+        result = result_of(rows, self.cfg, head, others)
         write_json(self.folder, RESULT, result)
         before = None if others is None else Side(others, folder)
         page = write_page(self.folder, result, Side(rows, self.folder), before)

@@ -40,6 +40,7 @@ from phalanx.run.rules import load_config
 from phalanx.run.watchdog import STOP_SIGNALS
 from phalanx.run.world import stop_world
 from phalanx.tools.given import Given, Rows
+from phalanx.tools.opening import is_checkpoint
 from phalanx.tools.run_result import EvaluationResult
 from phalanx.tools.run_result import RunResult as RunResult
 from phalanx.types import JobError
@@ -142,7 +143,7 @@ def evaluate(
     """
     if isinstance(model, RunResult):
         keys, model = {"checkpoint": str(model.folder), "trust_run": model.trusted, **keys}, None
-    elif isinstance(model, str | Path) and _is_checkpoint(Path(model).expanduser()):
+    elif isinstance(model, str | Path) and is_checkpoint(Path(model).expanduser()):
         keys, model = {"checkpoint": str(model), **keys}, None
     settings = [*_section("model", "path", model), *_section("data", "val_files", data)]
     settings += _section("reward", "functions", _function_entries(reward))
@@ -309,7 +310,3 @@ def _kind(path: str, revision: str | None) -> str:
         if kind_class(name) is kind:
             return name
     raise ConfigError(f"model.path: {path} is {kind.words}; give its task")
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "checkpoints").is_dir() or folder.name.startswith("step_")

@@ -17,7 +17,6 @@ from phalanx.config.lm import LMRunConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
-from phalanx.config.trained_model import LMModelConfig
 from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, question
 from phalanx.distributed.launch_env import Launch
@@ -73,7 +72,11 @@ class Generation:
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
         if self.file is not None:
             check_place(self.file, "output_file", folder=False)
-        config = self._model_config(run)
+        training: dict[str, Any] = dict.fromkeys(
+            ("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False
+        )
+        config = replace(run.model, **model_changes(cfg.model), **training)
+        check_model(cfg, config)
         data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
         data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
         place = next((prompt.place for prompt in self.prompts if prompt.images), None)
@@ -103,15 +106,6 @@ class Generation:
         self.rollout: Any = build_rollout(run, self.policy, self.world, together, None, self.environments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
-
-    def _model_config(self, run: LMRunConfig) -> LMModelConfig:
-        """The run's model with the task's changes; raises ConfigError for invalid ones."""
-        training: dict[str, Any] = dict.fromkeys(
-            ("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False
-        )
-        config = replace(run.model, **model_changes(self.cfg.model), **training)
-        check_model(self.cfg, config)
-        return config
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
         """The maximum response length in tokens, a multiple of `size`; raises ConfigError if there is no room for it

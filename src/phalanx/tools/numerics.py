@@ -183,7 +183,7 @@ def _schema_of(cfg: CheckNumericsConfig) -> Any:
         with told_as(ConfigError, "config: "):
             read(cfg.config)
     if cfg.part is not None:
-        if _unknown_keys(JointConfig, cfg) and _closest(cfg)[0] is not JointConfig:
+        if JointConfig not in _closest(cfg):
             raise ConfigError(f"part: {cfg.config} is not of a joint run; leave it out")
         return JointConfig
     if cfg.task is not None:
@@ -212,19 +212,14 @@ def _closest(cfg: CheckNumericsConfig) -> list[Any]:
     """The schemas that have most of the keys of the file."""
     unknown = dict[Any, int]()
     for schema in (LMRLConfig, FlowRLConfig, JointConfig, *(schema for schema, _ in TASKS.values())):
-        unknown[schema] = _unknown_keys(schema, cfg)
+        unknown[schema] = 0
+        try:
+            load(schema, cfg.config, [])
+        except UnknownKeys as error:
+            unknown[schema] = error.number
+        except ConfigError:  # such as a key without its value, which is one of `keys`
+            continue
     return [schema for schema, number in unknown.items() if number == min(unknown.values())]
-
-
-def _unknown_keys(schema: Any, cfg: CheckNumericsConfig) -> int:
-    """The number of keys of the file that the schema does not have."""
-    try:
-        load(schema, cfg.config, [])
-    except UnknownKeys as error:
-        return error.number
-    except ConfigError:  # such as a key without its value, which is one of `keys`
-        pass
-    return 0
 
 
 def measure(cfg: RLConfig, base: Drawn | None) -> tuple[dict[str, Any], Drawn, World]:

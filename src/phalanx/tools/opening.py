@@ -42,6 +42,11 @@ def _locate_checkpoint(given: str) -> Path:
     return folder.resolve()
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is named and made as a run or a checkpoint is, and not as a model."""
+    return (folder / "checkpoints").is_dir() or folder.name.startswith("step_")
+
+
 def check_command(trained: Trained, command: str) -> None:
     """Raise ConfigError if another task samples from this kind of model."""
     kind = kind_of(trained.run)

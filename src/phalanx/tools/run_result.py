@@ -9,8 +9,9 @@ from typing import Any
 from phalanx.run.checkpoint_folder import find
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE, read_run
-from phalanx.telemetry.records import IMAGES, SAMPLES
+from phalanx.telemetry.records import read_index
 from phalanx.tools.board.evaluation_files import RESULT, read_records
+from phalanx.tools.board.kept_samples import CONTENT
 from phalanx.tools.board.report import write_report
 
 
@@ -39,14 +40,12 @@ class RunResult:
         an image, and others.
         """
         rows = []
-        for kind in (IMAGES, SAMPLES):
+        for kind, content in CONTENT.items():
             for index in sorted((self.folder / kind).glob("*/step_*/index.jsonl")):
                 where = {"set": index.parts[-3], "step": int(index.parts[-2].removeprefix("step_"))}
-                for line in index.read_text(encoding="utf-8").splitlines():
-                    row = where | json.loads(line)
-                    if "file" in row:
-                        row["file"] = str(index.with_name(row["file"]))
-                    rows.append(row)
+                for row in read_index(index.parent, content):
+                    place = {"file": str(index.with_name(row["file"]))} if "file" in row else {}
+                    rows.append(where | row | place)
         return rows
 
     @property

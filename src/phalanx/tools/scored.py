@@ -28,7 +28,7 @@ from phalanx.run.kind import Sets
 from phalanx.run.outputs import writing
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.telemetry.timers import Timers
-from phalanx.tools.board.evaluation_files import ARGUMENTS, Records, each_record, write_json
+from phalanx.tools.board.evaluation_files import ARGUMENTS, append_records, each_record, keep_chunks, write_json
 from phalanx.tools.candidate import Candidate, build_parts, differing
 from phalanx.types import JobError, Outputs, Prompt
 
@@ -54,14 +54,14 @@ class Sampling:
     ) -> None:
         self.key, self.before = key, before
         self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
-        self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
+        self.facts = candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
         self.parts: Any = None
         self.rewards: RewardSet | None = None
         self._kept = ""  # description of the completed chunks
         self.complete = from_first(self._is_complete)
 
     def _is_complete(self) -> bool:
-        """Whether the folder contains all records. Raises ConfigError if it contains others, or damaged ones."""
+        """Whether the folder contains all records. Raises ValueError if it contains others, or damaged ones."""
         stored = stored_in(self.folder)
         if stored is None:
             return False
@@ -89,14 +89,17 @@ class Sampling:
         assert self.parts is not None, "built above or before"
         run, noun = self.candidate.run, self.parts.rollout.noun
         self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._raise_stopped)
-        chunks, n = self._prompt_chunks(self.parts.val_sets), run.rollout.val.n
+        chunks, n = list[tuple[str, list[Prompt]]](), run.rollout.val.n  # that all ranks sample together, by set
+        for name, prompts in self.parts.val_sets.items():
+            for first in range(0, len(prompts), self.cfg.prompts_per_chunk):
+                chunks.append((name, prompts[first : first + self.cfg.prompts_per_chunk]))
         sizes = [len(prompts) * n for _, prompts in chunks]
         done = 0
         with writing(self.folder, "output_dir"):
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(self.folder, ARGUMENTS, {"facts": self.facts, "complete": False})
-                done = self.records.keep(sizes)
+                done = keep_chunks(self.folder, sizes)
         done = broadcast_object(done)
         if done and self.world.rank == 0:
             log.info("resuming after %d of %d chunks in %s", done, len(chunks), self.folder)
@@ -105,7 +108,7 @@ class Sampling:
             rows = self._sample_chunk(self.parts, set_name, prompts)
             if self.world.rank == 0:
                 with writing(self.folder, "output_dir"):
-                    self.records.add(rows)
+                    append_records(self.folder, rows)
                 log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), set_name)
         if self.world.rank == 0:
             with writing(self.folder, "output_dir"):
@@ -119,14 +122,6 @@ class Sampling:
     def _raise_stopped(self, number: int) -> None:
         self.world.watch.close()
         raise Stopped(number, f" after {self._kept}; the same command resumes from {self.folder}")
-
-    def _prompt_chunks(self, sets: Sets) -> list[tuple[str, list[Prompt]]]:
-        """The prompts that all ranks sample together, each time with the name of their set."""
-        chunks, size = [], self.cfg.prompts_per_chunk
-        for name, prompts in sets.items():
-            for first in range(0, len(prompts), size):
-                chunks.append((name, prompts[first : first + size]))
-        return chunks
 
     def _sample_chunk(self, parts: Any, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Sample and score a chunk; returns its rows on rank 0, ordered by prompt and sample."""

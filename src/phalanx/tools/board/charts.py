@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
@@ -173,20 +173,17 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     constants = constants_of(runs)
     drawn, used = list[Chart](), set(constants)
     for chart in CHARTS:
-        keys = [name for name in sorted(names, key=_policies_last) if re.fullmatch(chart.keys, _of_policy(name)[1])]
-        for key in keys:
-            used |= {key, _band_metric(chart, key, chart.band), _band_metric(chart, key, chart.low)}
-        if not chart.bars and constants.keys() >= set(keys):
-            continue
-        if not chart.bars:
-            drawn.append(replace(chart, series=_chart_curves(chart, keys, runs)))
-            continue
-        for run in runs:
-            drawn.append(replace(chart, title=run.titled(chart.title), series=_phase_stack(run, keys)))
+        curves = _curves_of(chart, names)
+        for key, (_, *band) in curves.items():
+            used |= {key, *band}
+        for run in runs if chart.bars else ():
+            drawn.append(replace(chart, title=run.titled(chart.title), series=_phase_stack(run, curves)))
+        if not chart.bars and not constants.keys() >= curves.keys():
+            drawn.append(replace(chart, series=_chart_curves(curves, runs)))
     rest = []
     for name in sorted(names - used):
-        chart = Chart(name, re.escape(_of_policy(name)[1]), plain=name.startswith("val/"))
-        rest.append(replace(chart, series=_chart_curves(chart, [name], runs)))
+        curve = {name: (name, "", "")}
+        rest.append(Chart(name, name, plain=name.startswith("val/"), series=_chart_curves(curve, runs)))
     return [chart for chart in drawn if chart.series], [chart for chart in rest if chart.series]
 
 
@@ -207,38 +204,40 @@ def constants_of(runs: Sequence[Run]) -> dict[str, float]:
     return constants
 
 
-def _chart_curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:
+def _curves_of(chart: Chart, names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """Those of the metrics that the chart shows, in its order: the label of each, and the metrics of the band around it
+    and of the band's lower edge.
+    """
+    curves = {}
+    for name in sorted(names, key=_policies_last):
+        policy, plain = _of_policy(name)
+        match = re.fullmatch(chart.keys, plain)
+        if match is not None:
+            band, low = (f"{policy}{form.format(*match.groups())}" for form in (chart.band, chart.low))
+            curves[name] = f"{policy}{match[1]}" if match.groups() else name, band, low
+    return curves
+
+
+def _chart_curves(curves: Mapping[str, tuple[str, str, str]], runs: Sequence[Run]) -> list[Series]:
     """One curve per metric and run, each with a separate colour; curves that share a colour have different dashes. With
     several metrics and several runs, and enough colours, the dash identifies the run.
     """
-    curves = list[Series]()
-    is_crowded = len(names) * len(runs) > COLOURS
-    for i, name in enumerate(names):
-        policy, plain = _of_policy(name)
-        match = re.fullmatch(chart.keys, plain)
-        assert match is not None
-        label = f"{policy}{match[1]}" if match.groups() else name
+    series = list[Series]()
+    is_crowded = len(curves) * len(runs) > COLOURS
+    for i, (name, (label, band, low)) in enumerate(curves.items()):
         for k, run in enumerate(runs):
             points = run.points(name)
             if not points:
                 continue
             if len(runs) == 1:
-                band, low = (run.points(_band_metric(chart, name, form)) for form in (chart.band, chart.low))
-                curves.append(Series(label, points, band, low, colour=i, dash=i // COLOURS))
+                edges = run.points(band), run.points(low)
+                series.append(Series(label, points, *edges, colour=i, dash=i // COLOURS))
             else:  # bands would hide the other runs and the differences between their means
-                name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
+                name_of = run.label if len(curves) == 1 else f"{run.label} · {label}"
                 colour = i * len(runs) + k
-                dash = colour // COLOURS if is_crowded or len(names) == 1 else k
-                curves.append(Series(name_of, points, colour=colour, dash=dash))
-    return curves
-
-
-def _band_metric(chart: Chart, name: str, form: str) -> str:
-    """The metric `form` of the band around the curve of `name`, one of the chart's metrics."""
-    policy, plain = _of_policy(name)
-    match = re.fullmatch(chart.keys, plain)
-    assert match is not None, "the chart contains this metric"
-    return f"{policy}{form.format(*match.groups())}"
+                dash = colour // COLOURS if is_crowded or len(curves) == 1 else k
+                series.append(Series(name_of, points, colour=colour, dash=dash))
+    return series
 
 
 def _of_policy(name: str) -> tuple[str, str]:
@@ -262,7 +261,7 @@ def _phase_order(name: str) -> tuple[int, bool]:
     return _PHASES.get(plain, len(_PHASES)), phase.startswith(PAINTER)
 
 
-def _phase_stack(run: Run, names: list[str]) -> list[Series]:
+def _phase_stack(run: Run, names: Iterable[str]) -> list[Series]:
     """The seconds of each phase in all steps that have any phase; 0 for phases that a step lacks."""
     # the usual phases come first, so that the bottom of a bar with a validation looks like that of its neighbours
     ordered = sorted(names, key=_phase_order)

@@ -15,7 +15,7 @@ from phalanx.telemetry.loggers import LOSS
 TIME = "time"
 MOST_NAMED = 3  # settings in the name of a run
 MOST_SETTING = 24  # characters of a setting's value in it
-SEED = "trainer.seed"  # the other settings of the trainer say where files go, and how often
+SEED = "trainer.seed"
 
 
 class Bounds(NamedTuple):
@@ -60,14 +60,17 @@ def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[str]
     return differing
 
 
+def telling_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """The settings that differ, without those of the trainer but its seed: they say where files go, and how often."""
+    differing = differing_settings(configs)
+    return {key: values for key, values in differing.items() if key == SEED or not key.startswith("trainer.")}
+
+
 def labels_of(configs: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """The names of runs: the settings by which they differ, such as `lr=0.001`, if these are few; else `names`, those
     of their folders.
     """
-    differing = {}
-    for key, values in differing_settings(configs).items():
-        if key == SEED or not key.startswith("trainer."):
-            differing[key] = values
+    differing = telling_settings(configs)
     if not all(configs) or not 0 < len(differing) <= MOST_NAMED:
         return list(names)
     shorts = [key.rpartition(".")[2] for key in differing]

@@ -1,14 +1,15 @@
 """The statistics of an evaluation: evaluation.json, from the rows of records.jsonl."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.config.messages import aligned
+from phalanx.config.tasks import EvaluateConfig
 from phalanx.functional.statistics import (
     CONFIDENCE,
     best_of_k,
@@ -45,27 +46,6 @@ class Scores:
     def n(self) -> int:
         return self.values[REWARD].shape[1]
 
-    def of(self, prompts: Sequence[int]) -> "Scores":
-        """The scores of the prompts with these positions."""
-        rows = [self.rows[i] for i in prompts]
-        answers = {name: [given[i] for i in prompts] for name, given in self.answers.items()}
-        return Scores(rows, {name: values[list(prompts)] for name, values in self.values.items()}, answers)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The statistics to compute: see phalanx.config.tasks.EvaluateConfig."""
-
-    k: Sequence[int] | None = None
-    threshold: float | None = None
-    group_by: str | None = None
-
-    def of(self, n: int) -> list[int]:
-        """The values of k for n samples per prompt: those chosen, or by default the powers of 2 up to n."""
-        if self.k is not None:
-            return [k for k in self.k if k <= n]
-        return [2**power for power in range(n.bit_length())]
-
 
 def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
     """Group rows, in any order, into the scores of each set."""
@@ -87,54 +67,54 @@ def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
     return result
 
 
-def per_prompt(scores: Scores, wanted: Wanted) -> Statistics:
-    """The statistics of each prompt; NaN for prompts with too few scored samples."""
+def per_prompt(scores: Scores, wanted: EvaluateConfig) -> Statistics:
+    """The statistics of each prompt; NaN for prompts with too few scored samples, and none that all prompts lack but
+    the mean.
+    """
+    ks = [2**power for power in range(scores.n.bit_length())] if wanted.k is None else wanted.k
     result: Statistics = {}
     for name, values in scores.values.items():
-        statistics = {"mean": _each_prompt(values, 1, lambda row, _: float(row.mean()))}
         are_marks = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
         threshold = 1.0 if wanted.threshold is None and are_marks else wanted.threshold
-        for k in wanted.of(scores.n):
-            if threshold is not None:
-                statistics[f"pass@{k}"] = _each_prompt(values, k, partial(_pass_rate, k=k, threshold=threshold))
-            if k == 1:  # all other statistics equal the mean
-                continue
-            statistics[f"avg@{k}"] = _each_prompt(values[:, :k], k, lambda row, _: float(row.mean()))
-            if not are_marks:  # for scores of 0 and 1, best@k equals pass@k
-                statistics[f"best@{k}"] = _each_prompt(values, k, lambda row, _, k=k: best_of_k(row, k))
-            if name in scores.answers:
-                votes = partial(_majority_score, values=values, answers=scores.answers[name], k=k)
-                statistics[f"majority@{k}"] = _each_prompt(values, k, votes)
-        for statistic in sorted(statistics, key=_statistic_order):
-            result[name, statistic] = statistics[statistic]
+        prompts = list[dict[str, float]]()
+        for row, answers in zip(values, scores.answers.get(name, [None] * len(values)), strict=True):
+            prompts.append(_prompt_statistics(row, answers, ks, threshold, are_marks))
+        for statistic in sorted({"mean"}.union(*prompts), key=_statistic_order):
+            result[name, statistic] = np.array([of_prompt.get(statistic, np.nan) for of_prompt in prompts])
     return result
+
+
+def _prompt_statistics(
+    row: NDArray[np.float64],
+    answers: Sequence[str | None] | None,
+    ks: Sequence[int],
+    threshold: float | None,
+    are_marks: bool,
+) -> dict[str, float]:
+    """The statistics of a prompt's scores [n] for which it has enough; are_marks: all scores of the set are 0 or 1."""
+    is_known = ~np.isnan(row)
+    known, count = row[is_known], int(is_known.sum())
+    statistics = {"mean": float(known.mean())} if count else {}
+    for k in ks:
+        if k > count:
+            continue
+        if threshold is not None:
+            statistics[f"pass@{k}"] = pass_at_k(int((known >= threshold).sum()), count, k)
+        if k == 1:  # all other statistics equal the mean
+            continue
+        if is_known[:k].all():
+            statistics[f"avg@{k}"] = float(row[:k].mean())
+        if not are_marks:  # for scores of 0 and 1, best@k equals pass@k
+            statistics[f"best@{k}"] = best_of_k(known, k)
+        if answers is not None:
+            statistics[f"majority@{k}"] = majority_at_k(list(compress(answers, is_known)), known, k)
+    return statistics
 
 
 def _statistic_order(statistic: str) -> tuple[int, int]:
     """Sort key of statistics: by kind, then by k."""
     kind, _, k = statistic.partition("@")
     return STATISTICS.index(kind), int(k or 0)
-
-
-def _each_prompt(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
-    """Apply `statistic(row, i)` to the scores of each prompt i that has at least `least` of them; others are NaN."""
-    result = np.full(len(values), np.nan)
-    for i, row in enumerate(values):
-        known = row[~np.isnan(row)]
-        if len(known) >= least:
-            result[i] = statistic(known, i)
-    return result
-
-
-def _pass_rate(row: NDArray[np.float64], _: int, k: int, threshold: float) -> float:
-    return pass_at_k(int((row >= threshold).sum()), len(row), k)
-
-
-def _majority_score(
-    row: NDArray[np.float64], i: int, values: NDArray[np.float64], answers: list[list[str | None]], k: int
-) -> float:
-    given = [answer for answer, value in zip(answers[i], values[i], strict=True) if not math.isnan(value)]
-    return majority_at_k(given, row, k)
 
 
 def _ranged_scores(scores: Scores) -> set[str]:
@@ -164,11 +144,6 @@ def _known_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """The values [1 or 2, K] of the K prompts that have all of them."""
     rows = np.atleast_2d(values)
     return rows[:, ~np.isnan(rows).any(0)]
-
-
-def _paired_values(values: Statistics, before: Statistics) -> Statistics:
-    """The values [2, P] of both models; a statistic that only one of them has is omitted."""
-    return {key: np.stack([values[key], before[key]]) for key in values if key in before}
 
 
 def _changed_most(rows: Sequence[Row], now: NDArray[np.float64], then: NDArray[np.float64]) -> list[dict[str, Any]]:
@@ -205,7 +180,7 @@ def grouped_prompts(scores: Scores, column: str) -> dict[str, list[int]]:
 
 
 def result_of(
-    rows: Sequence[Row], wanted: Wanted, facts: Mapping[str, Any], baseline: Sequence[Row] | None = None
+    rows: Sequence[Row], wanted: EvaluateConfig, facts: Mapping[str, Any], baseline: Sequence[Row] | None = None
 ) -> dict[str, Any]:
     """The content of evaluation.json: for each set the statistics, those of groups, and the differences to a baseline
     with the rows `baseline`.
@@ -213,26 +188,25 @@ def result_of(
     others = None if baseline is None else read_scores(baseline)
     sets: dict[str, Any] = {}
     for name, scores in read_scores(rows).items():
-        part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n}
-        ranged = _ranged_scores(scores)
-        part["scores"] = estimated_figures(per_prompt(scores, wanted), ranged)
+        values, ranged = per_prompt(scores, wanted), _ranged_scores(scores)
+        part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n, "scores": estimated_figures(values, ranged)}
         groups = {} if wanted.group_by is None else grouped_prompts(scores, wanted.group_by)
-        if groups:
-            of_groups = {value: per_prompt(scores.of(places), wanted) for value, places in groups.items()}
-            part["groups"] = {}
-            for value, places in groups.items():
-                part["groups"][value] = {"prompts": len(places), "scores": estimated_figures(of_groups[value], ranged)}
-            part["mean_of_groups"] = {"scores": _mean_over_groups(list(of_groups.values()), ranged)}
+        part |= _grouped_figures("scores", values, groups, ranged)
+        for value, places in groups.items():
+            part["groups"][value]["prompts"] = len(places)
         if others is not None:
-            part["baseline"] = _compare_scores(scores, others[name], wanted, groups)
+            part["baseline"] = _compare_scores(scores, values, others[name], wanted, groups)
         sets[name] = part
     return {**facts, "confidence": CONFIDENCE, "sets": sets}
 
 
-def _compare_scores(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
-    values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
-    ranged = _ranged_scores(scores) & _ranged_scores(others)
-    compared = estimated_figures(_paired_values(values, before), ranged)
+def _compare_scores(
+    scores: Scores, values: Statistics, others: Scores, wanted: EvaluateConfig, groups: Mapping[str, list[int]]
+) -> dict[str, Any]:
+    before, ranged = per_prompt(others, wanted), _ranged_scores(scores) & _ranged_scores(others)
+    # a statistic that only one of both models has is omitted
+    paired = {key: np.stack([values[key], before[key]]) for key in values if key in before}
+    compared = estimated_figures(paired, ranged)
     part: dict[str, Any] = {"scores": estimated_figures(before, _ranged_scores(others)), "differences": compared}
     wins = {}
     for name in compared:
@@ -243,27 +217,31 @@ def _compare_scores(scores: Scores, others: Scores, wanted: Wanted, groups: Mapp
         }
     part["better_equal_worse"] = wins
     part["changed_most"] = _changed_most(scores.rows, values[REWARD, "mean"], before[REWARD, "mean"])
-    inner = []
+    return part | _grouped_figures("differences", paired, groups, ranged)
+
+
+def _grouped_figures(
+    kind: str, statistics: Statistics, groups: Mapping[str, list[int]], ranged: set[str]
+) -> dict[str, Any]:
+    """The estimates of each group of prompts, and the mean over groups of each statistic that all of them have, under
+    the name `kind`; nothing without groups.
+    """
+    if not groups:
+        return {}
+    of_groups: dict[str, dict[str, Any]] = {}
     for value, places in groups.items():
-        inner.append(_paired_values(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)))
-        part.setdefault("groups", {})[value] = {"differences": estimated_figures(inner[-1], ranged)}
-    if inner:
-        part["mean_of_groups"] = {"differences": _mean_over_groups(inner, ranged)}
-    return part
-
-
-def _mean_over_groups(groups: Sequence[Statistics], ranged: set[str]) -> Figures:
-    """The mean over groups of each statistic that all of them have."""
-    result: Figures = {}
-    for name, statistic in groups[0]:
-        of_score, parts = result.setdefault(name, {}), list[Any]()
-        for group in groups:
-            known = _known_values(group.get((name, statistic), np.array([])))
+        of_group = {key: values[..., places] for key, values in statistics.items()}
+        of_groups[value] = {kind: estimated_figures(of_group, ranged)}
+    mean: Figures = {}
+    for (name, statistic), values in statistics.items():
+        of_score, parts = mean.setdefault(name, {}), list[Any]()
+        for places in groups.values():
+            known = _known_values(values[..., places])
             if known.size:
                 parts.append(known[0] if len(known) == 1 else (known[0], known[1]))
         if len(parts) == len(groups):
             of_score[statistic] = asdict(mean_of_groups(parts, _is_ranged(name, statistic, ranged)))
-    return result
+    return {"groups": of_groups, "mean_of_groups": {kind: mean}}
 
 
 # -- the console ------------------------------------------------------------------------------------------------------
@@ -306,9 +284,7 @@ def table(result: Mapping[str, Any]) -> str:
         for label, group, inner in groups_of(part):
             only = {score: {"mean": row["mean"]} for score, row in group.items() if "mean" in row}
             rows += _table_rows(only, inner, f"{plain(' '.join(label.split()))} ")
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines += [f"  {line}" for line in aligned(rows, len(rows[0]))]
         if "baseline" in part:
             better, equal, worse = part["baseline"]["better_equal_worse"][REWARD]["prompts"]
             lines.append(f"  prompts: {better} better, {equal} equal, {worse} worse than the baseline")

@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.files import json_object
+from phalanx.config.files import json_object, reading
 from phalanx.config.inside import append_inside, open_inside, write_inside
 from phalanx.run.telemetry.curves import MOST_COUNT, is_finite
 from phalanx.run.telemetry.growing_file import MOST_LINE
@@ -21,31 +21,26 @@ KEYS = {"set", "index", "sample", "prompt", REWARD, "scores"}
 Row = dict[str, Any]
 
 
-class Records:
-    """records.jsonl, to which samples are appended chunk by chunk."""
+def append_records(folder: Path, rows: Sequence[Row]) -> None:
+    """Append rows to a folder's records.jsonl, and sync them to disk. Raises OSError."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    with append_inside(folder, RECORDS) as file:
+        file.write("".join(lines).encode())
+        file.flush()
+        os.fsync(file.fileno())
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Append rows and sync them to disk. Raises OSError."""
-        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        with append_inside(self.folder, RECORDS) as file:
-            file.write("".join(lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def keep(self, sizes: Sequence[int]) -> int:
-        """Truncate the file after its last complete chunk (chunk i has sizes[i] rows); return the number of chunks."""
-        rows, chunks, kept = read_records(self.folder, is_cut=True), 0, 0
-        while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
-            kept += sizes[chunks]
-            chunks += 1
-        with suppress(FileNotFoundError):
-            with open_inside(self.folder, RECORDS) as file:
-                lines = list(islice(file, kept))
-            write_inside(self.folder, RECORDS, b"".join(lines))
-        return chunks
+def keep_chunks(folder: Path, sizes: Sequence[int]) -> int:
+    """Truncate records.jsonl after its last complete chunk (chunk i has sizes[i] rows); returns their number."""
+    rows, chunks, kept = read_records(folder, is_cut=True), 0, 0
+    while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
+        kept += sizes[chunks]
+        chunks += 1
+    with suppress(FileNotFoundError):
+        with open_inside(folder, RECORDS) as file:
+            lines = list(islice(file, kept))
+        write_inside(folder, RECORDS, b"".join(lines))
+    return chunks
 
 
 def read_records(folder: Path, *, is_cut: bool = False) -> list[Row]:
@@ -57,28 +52,20 @@ def each_record(folder: Path, *, is_cut: bool = False) -> Iterator[Row]:
     """The rows of a folder's records.jsonl, one by one. is_cut: ignore an incomplete last line. Raises ValueError for a
     file that cannot be read, and for an invalid row.
     """
-    names = dict[str, Any]()
-    try:
-        with open_inside(folder, RECORDS) as file:
-            for number in count(1):
-                line = file.readline(MOST_LINE)
-                if not line:
-                    return
-                if is_cut and len(line) < MOST_LINE and not line.endswith(b"\n"):
-                    break
-                row = json_object(line.decode("utf-8", "replace"))
-                if (
-                    row is None
-                    or not _is_record(row)
-                    or names.setdefault(row["set"], _record_names(row)) != _record_names(row)
-                ):
-                    place = f"{folder / RECORDS}:{number}"
-                    raise ValueError(f"{place}: not a record of an evaluation; delete the file to sample again")
-                yield row
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ValueError(f"{folder / RECORDS} cannot be read: {error.strerror}") from None
+    names, path = dict[str, Any](), folder / RECORDS
+    with reading(str(path)), suppress(FileNotFoundError), open_inside(folder, RECORDS) as file:
+        for number in count(1):
+            line = file.readline(MOST_LINE)
+            if not line or (is_cut and len(line) < MOST_LINE and not line.endswith(b"\n")):
+                return
+            row = json_object(line.decode("utf-8", "replace"))
+            if (
+                row is None
+                or not _is_record(row)
+                or names.setdefault(row["set"], _record_names(row)) != _record_names(row)
+            ):
+                raise ValueError(f"{path}:{number}: not a record of an evaluation; delete the file to sample again")
+            yield row
 
 
 def _is_record(row: Row) -> bool:

@@ -31,9 +31,7 @@ def numerics_page(result: Mapping[str, Any]) -> bytes:
         return document("Check of numerics", facts, body, footer)[0]
     if base["sampler"]:
         body.append(f'<div class="tiles" style="--columns:3">{_stats_tiles(base)}</div>')
-    rows = [
-        [name, *_stats_cells(job["sampler"]), _largest_ratio(job["old"]), *_beside(job)] for name, job in jobs.items()
-    ]
+    rows = [[name, *_stats_cells(job["sampler"]), *_beside(job)] for name, job in jobs.items()]
     beside = [
         "old: largest",
         "samples equal to the job's",
@@ -73,16 +71,12 @@ def _stats_cells(stats: Mapping[str, float]) -> list[str]:
     return cells + [f"{100 * stats[name]:.3g} %" for name in COLUMNS[4:]]
 
 
-def _largest_ratio(stats: Mapping[str, float]) -> str:
-    return f"{stats['largest']:.1e}" if stats else "-"
-
-
 def _beside(job: Mapping[str, Any]) -> list[str]:
-    beside = job.get("beside")
+    beside, old = job.get("beside"), _stats_cells(job["old"])[COLUMNS.index("largest")]
     first = ["-", "-"]
     if beside is not None:
         first = [f"{beside['equal_samples']:.0f} of {beside['samples']:.0f}", f"{beside['replay_off']:.1e}"]
-    return first + [f"{job[name]:.2f}" for name in ("sample_s", "replay_s", "memory_gb")]
+    return [old, *first] + [f"{job[name]:.2f}" for name in ("sample_s", "replay_s", "memory_gb")]
 
 
 def _place(part: Mapping[str, float]) -> str:

@@ -5,7 +5,7 @@ for which others waited, and events. page/ranks.js draws the result on the live 
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -167,11 +167,10 @@ def _spans_within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begi
     met: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # by role and number: each role numbers its waits
     for state in ranks:
         rank = state["rank"]
-        for line in _overlapping_spans(lines[rank].phases, begin, end):
-            spans.append([rank, line.name, *_clip_span(line, begin, end)])
-        for line in _overlapping_spans(lines[rank].waits, begin, end):
-            part = _clip_span(line, begin, end)
-            met.setdefault((str(state.get("role")), line.number), []).append((rank, *part))
+        for line, first, last in _clipped_spans(lines[rank].phases, begin, end):
+            spans.append([rank, line.name, first, last])
+        for line, first, last in _clipped_spans(lines[rank].waits, begin, end):
+            met.setdefault((str(state.get("role")), line.number), []).append((rank, first, last))
     blame: dict[int, float] = {}
     for (role, _), parts in met.items():
         # All ranks leave a collective together, so the last one to arrive waited least, perhaps too briefly to be
@@ -188,12 +187,11 @@ def _spans_within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begi
     return {"spans": spans[-MAX_SPANS:], "waits": waits[-MAX_SPANS:], "blame": worst[:8]}
 
 
-def _overlapping_spans(lines: Iterable[Span], begin: float, end: float) -> list[Span]:
-    return [line for line in lines if line.begin < end and line.end > begin]
-
-
-def _clip_span(line: Span, begin: float, end: float) -> tuple[float, float]:
-    return round(max(line.begin - begin, 0.0), 5), round(min(line.end, end) - begin, 5)
+def _clipped_spans(lines: Iterable[Span], begin: float, end: float) -> Iterator[tuple[Span, float, float]]:
+    """The spans between two times, each with its ends there in seconds after the first."""
+    for line in lines:
+        if line.begin < end and line.end > begin:
+            yield line, round(max(line.begin - begin, 0.0), 5), round(min(line.end, end) - begin, 5)
 
 
 def _last_events(

@@ -20,6 +20,7 @@ from typing import Any
 from phalanx.config.files import replace_file
 from phalanx.config.inside import list_inside, status_inside
 from phalanx.config.messages import cut
+from phalanx.exit import show_mistake
 from phalanx.run.telemetry.curves import Points
 from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader, read_config
 from phalanx.telemetry.loggers import LOSS
@@ -52,10 +53,8 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
     if len(folders) == 1 and not is_run(folders[0]) and any(run_folders(folders[0])):
-        table = RunTable(folders[0])
-        below = table.folders()
         path = output or folders[0] / RUNS_FILE
-        replace_file(path, table_page(folders[0], table.data(states(list(below.values())), below))[0])
+        replace_file(path, table_page(folders[0], RunTable(folders[0], states).data())[0])
         return path
     runs = [reader.read() for reader in run_readers(folders)]
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
@@ -93,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         path = write_report(*arguments.run_dir, output=arguments.output)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     print(path)
     if arguments.open:
         webbrowser.open(path.resolve().as_uri())

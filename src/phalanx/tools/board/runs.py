@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -17,8 +17,8 @@ from typing import Any
 
 from phalanx.config.files import json_object
 from phalanx.config.inside import list_inside, status_inside
-from phalanx.config.messages import cut
-from phalanx.exit import show
+from phalanx.config.messages import aligned, cut
+from phalanx.exit import show, show_mistake
 from phalanx.run.telemetry.curves import is_count, is_finite
 from phalanx.run.telemetry.run_folder import (
     BEAT_S,
@@ -105,20 +105,14 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     """The state of each run: `running`, `dead` (it vanished without recording its end), or its recorded end:
     `finished`, `stopped` or `failed`; `ended` if a version that did not record it wrote the files.
     """
-    jobs = {folder: read_json(folder, RUNNING_FILE) for folder in folders}
-    known, silent = {}, {}
-    for folder, job in jobs.items():
-        if job is None:
-            known[folder] = ended(folder)
-        elif _beat_age(folder) < 2 * BEAT_S:
-            known[folder] = LIVING
-        else:  # the machines' clocks may differ, so wait for another heartbeat before declaring the job dead
-            silent[folder] = job
+    beats = Beats()
+    known = beats.states(folders)
+    # the machines' clocks may differ, so wait for another heartbeat before declaring a job dead
+    silent = [folder for folder in folders if known[folder] == LIVING and _beat_age(folder) >= 2 * BEAT_S]
     if silent:
         time.sleep(1.5 * BEAT_S)
-    for folder, job in silent.items():
-        now = read_json(folder, RUNNING_FILE)
-        known[folder] = ended(folder) if now is None else DEAD if now == job else LIVING
+    for folder in silent:
+        known[folder] = beats.state(folder, BEAT_S)
     return known
 
 
@@ -128,14 +122,18 @@ class Beats:
     def __init__(self) -> None:
         self._beats: dict[Path, tuple[dict[str, Any], float]] = {}
 
-    def state(self, folder: Path) -> str:
-        """The state of a run as it is known now."""
+    def state(self, folder: Path, silence_s: float = SILENCE_S) -> str:
+        """The state of a run as it is known now: dead if no call has seen a heartbeat for `silence_s`."""
         job, now = read_json(folder, RUNNING_FILE), time.monotonic()
         if job is None:
             return ended(folder)
         if folder not in self._beats or job != self._beats[folder][0]:
             self._beats[folder] = job, now
-        return LIVING if now - self._beats[folder][1] < SILENCE_S else DEAD
+        return LIVING if now - self._beats[folder][1] < silence_s else DEAD
+
+    def states(self, folders: Iterable[Path]) -> dict[Path, str]:
+        """The state of each run as it is known now."""
+        return {folder: self.state(folder) for folder in folders}
 
 
 def ended(folder: Path) -> str:
@@ -220,8 +218,7 @@ def main(command: str, argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the remaining output at exit
         return 0
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     except KeyboardInterrupt:
         return 130
 
@@ -243,11 +240,7 @@ def _list_runs(root: Path) -> int:
         table.append(overview(folder, state[folder]).row())
     if len(table) == 1:
         return show(f"no runs in {root}")
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        lines.append(plain("  ".join(map(str.ljust, row, widths)).rstrip()))
-    return show("\n".join(lines))
+    return show("\n".join(map(plain, aligned(table, len(COLUMNS)))))
 
 
 def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
@@ -259,13 +252,13 @@ def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int
             return 0
         ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of any rank"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
-    text = _log_text(folder, rank)
+    text = log_text(folder, rank)
     shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
     sys.stdout.write(plain(shown))
     sys.stdout.flush()
     while follow:
         ends = states([folder])[folder] != LIVING
-        newer = _log_text(folder, rank)
+        newer = log_text(folder, rank)
         sys.stdout.write(plain(_new_text(text, newer)))
         sys.stdout.flush()
         text = newer
@@ -275,9 +268,10 @@ def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int
     return 0
 
 
-def _log_text(folder: Path, rank: int) -> str:
+def log_text(folder: Path, rank: int, most: int = LOG_BYTES) -> str:
+    """The last `most` bytes of a rank's output. Raises OSError."""
     try:
-        return tail(folder, f"{RANKS}/{rank}.log", LOG_BYTES).decode("utf-8", "replace")
+        return tail(folder, f"{RANKS}/{rank}.log", most).decode("utf-8", "replace")
     except FileNotFoundError:  # the rank has not printed anything yet
         return ""
 

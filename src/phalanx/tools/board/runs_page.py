@@ -1,9 +1,7 @@
 """The page about a folder of runs: a table that one sorts and filters, and chosen runs compared; see page/runs.js."""
 
-import hashlib
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from phalanx.config.messages import counted, cut
 from phalanx.run.telemetry.run_folder import CONFIG_FILE, LATEST, METRICS_FILE, VALIDATION, Run, RunReader, key_of
 from phalanx.telemetry.loggers import LOSS
 from phalanx.tools.board.charts import Series
-from phalanx.tools.board.comparison import SEED, differing_settings, figures_of
+from phalanx.tools.board.comparison import figures_of, telling_settings
 from phalanx.tools.board.markup import document, html_table
 from phalanx.tools.board.runs import LIVING, run_folders
 
@@ -63,21 +61,22 @@ def _main_curves(run: Run) -> dict[str, dict[str, Any]]:
 
 
 class RunTable:
-    """The runs below a folder; `data` reads what is new."""
+    """The runs below a folder; `data` reads what is new. states: of these runs, see phalanx.tools.board.runs.states."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, states: Callable[[Sequence[Path]], Mapping[Path, str]]) -> None:
+        self.root, self._states = root, states
         self._entries: dict[Path, Entry] = {}
 
     def folders(self) -> dict[str, Path]:
         """The folders of the runs by their names below the root."""
         return {str(folder.relative_to(self.root)): folder for folder in run_folders(self.root)}
 
-    def data(self, states: Mapping[Path, str], folders: Mapping[str, Path]) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:
         """The table for page/runs.js: `columns`, with `settings` settings before the last; `rows`, the newest first;
         `reports`, the address of the page of each run, if there is one; and `curves`, by metric, of each row.
         """
-        entries = []
+        entries, folders = [], self.folders()
+        states = self._states(list(folders.values()))
         for name, folder in folders.items():
             entry = self._entries.setdefault(folder, Entry())
             entry.read(folder)
@@ -85,7 +84,8 @@ class RunTable:
                 entry.reader = None  # its metrics are not kept in memory
             entries.append((name, folder, entry))
         entries.sort(key=lambda part: -part[2].changed)
-        settings = _setting_columns([entry.config for _, _, entry in entries])
+        configs = [entry.config for _, _, entry in entries if entry.config]
+        settings = list(telling_settings(configs))[:MOST_SETTINGS]
         figures = dict[str, None]()
         for _, _, entry in entries:
             figures |= dict.fromkeys(name for name in entry.figures if not name.endswith(" first"))
@@ -100,12 +100,6 @@ class RunTable:
             curves.append(entry.curves if len(curves) < MOST_CURVES else {})
         columns = ["run", "state", *figures, *settings, "changed"]
         return {"columns": columns, "settings": len(settings), "rows": rows, "reports": reports, "curves": curves}
-
-
-def _setting_columns(configs: list[dict[str, Any]]) -> list[str]:
-    """The settings that differ, without those of the trainer that say where files go."""
-    differing = differing_settings([config for config in configs if config])
-    return [key for key in differing if key == SEED or not key.startswith("trainer.")][:MOST_SETTINGS]
 
 
 def _setting_cell(value: str | None) -> Any:
@@ -131,8 +125,3 @@ def table_page(root: Path, data: dict[str, Any], *, live: bool = False) -> tuple
     place = '<section id="compared"></section>'
     scripts, held = ["report.js", "runs.js"], {"charts": [], "of-runs": data}
     return document("Runs", facts, [f"{body}</section>", place], footer, parts, scripts, held, live=live)
-
-
-def seen_key(data: dict[str, Any]) -> str:
-    """A key that changes with the data."""
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

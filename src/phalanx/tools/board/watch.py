@@ -11,7 +11,6 @@ import ipaddress
 import json
 import secrets
 import socket
-import sys
 import threading
 import time
 import webbrowser
@@ -25,12 +24,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from phalanx.config.inside import list_inside
-from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE, RANKS, Run, key_of, tail
+from phalanx.exit import show_mistake
+from phalanx.run.telemetry.run_folder import CONFIG_FILE, METRICS_FILE, Run, key_of
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.tools.board.rank_history import RankHistory
 from phalanx.tools.board.report import page_of, run_readers, sections_of
-from phalanx.tools.board.runs import Beats, check_run, is_run, last_rows, overview, run_folders
-from phalanx.tools.board.runs_page import RunTable, seen_key, table_page
+from phalanx.tools.board.runs import Beats, check_run, is_run, last_rows, log_text, overview, run_folders
+from phalanx.tools.board.runs_page import RunTable, table_page
 from phalanx.tools.board.samples import Room
 
 MOST_WATCHERS = 8  # pages of runs of a folder whose metrics are kept in memory
@@ -71,7 +71,7 @@ class Watcher:
                 return self._rank_data(number, int(query["step"]) if "step" in query else None)
             if path != "/log":
                 raise ValueError(f"{path}: this is no folder of runs")
-            return self._rank_log(number, int(query.get("rank", "")))
+            return {"text": log_text(self.folders[number], int(query.get("rank", "")), LOG_BYTES)}
 
     def _read_runs(self) -> list[Run]:
         self._runs = [reader.read() for reader in self._readers]
@@ -85,13 +85,6 @@ class Watcher:
         line = overview(folder, self._beats.state(folder), data["ranks"])
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
         return of_run | data
-
-    def _rank_log(self, number: int, rank: int) -> dict[str, Any]:
-        try:
-            data = tail(self.folders[number], f"{RANKS}/{rank}.log", LOG_BYTES)
-        except FileNotFoundError:  # the rank has not printed anything yet
-            data = b""
-        return {"text": data.decode("utf-8", "replace")}
 
     def _changed_sections(self, seen: str, kept: str) -> dict[str, Any]:
         """The sections of the report, if the keys of its files differ from `seen` and `kept`, those of the page."""
@@ -118,7 +111,7 @@ class FolderWatcher:
     """The table of the runs below a folder, and the pages of those that a request names in `of`, a JSON list."""
 
     def __init__(self, root: Path) -> None:
-        self._table, self._beats, self._lock = RunTable(root), Beats(), threading.Lock()
+        self._table, self._lock = RunTable(root, Beats().states), threading.Lock()
         self._watchers: dict[tuple[str, ...], Watcher] = {}
 
     def page(self, query: dict[str, str] | None = None) -> tuple[bytes, str]:
@@ -126,22 +119,16 @@ class FolderWatcher:
         if query and "of" in query:
             return self._watcher_of(query["of"]).page()
         with self._lock:
-            return table_page(self._table.root, self._data(), live=True)
+            return table_page(self._table.root, self._table.data(), live=True)
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
         if path != "/table":
             return self._watcher_of(query.get("of", "")).ask(path, query)
         with self._lock:
-            data = self._data()
-        key = seen_key(data)
+            data = self._table.data()
+        key = hashlib.sha256(json.dumps(data).encode()).hexdigest()
         return {"seen": key} if key == query.get("seen") else {"seen": key, "table": data}
-
-    def _data(self) -> dict[str, Any]:
-        folders, states = self._table.folders(), dict[Path, str]()
-        for folder in folders.values():
-            states[folder] = self._beats.state(folder)
-        return self._table.data(states, folders)
 
     def _watcher_of(self, of: str) -> Watcher:
         """The watcher of these runs; the last ones that were asked for are kept."""
@@ -340,8 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         watcher = watcher_of(given.runs)
         server = Server(watcher, given.host, given.port, None if is_loopback(given.host) else secrets.token_urlsafe(24))
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     with server:
         print(server.url, flush=True)
         if given.open:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from phalanx.config.messages import aligned
 from phalanx.run.roles import Roles, span
 from phalanx.tools.cluster.diagnose import Rates, by_node
 from phalanx.tools.cluster.facts import Gpu, Machine
@@ -58,8 +59,4 @@ def table(
                     parts.append(f"{role} {span(here, ', ')}")
             cells["roles"] = ", ".join(parts)
         rows.append([name, span(ranks, ", "), *[cells.get(title, "-") for title in rows[0][2:]]])
-    columns = []
-    for number, column in enumerate(zip(*rows, strict=True)):
-        width, justify = max(map(len, column)), str.ljust if number < len(texts) else str.rjust
-        columns.append([justify(cell, width) for cell in column])
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    return "\n".join(aligned(rows, len(texts)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from phalanx.config.messages import aligned
 from phalanx.run.roles import span
 
 GROUPS = 4  # groups of ranks that are written out
@@ -30,19 +31,10 @@ class Scale:
         return f"{size / self._bytes:.2f}"
 
 
-def listed(rows: Rows) -> Iterator[str]:
-    """Lines of a name and a text, in two columns."""
-    longest = max((len(name) for name, _ in rows), default=0)
-    for name, text in rows:
-        yield f"  {name:<{longest}}  {text}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of several columns: the first is left-aligned, the others, which are numbers, right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *numbers in rows:
-        cells = map(str.rjust, numbers, widths[1:])
-        yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()
+def listed(rows: Sequence[Sequence[str]], texts: int = 2) -> Iterator[str]:
+    """Lines of a name and a text, or with texts=1 of a name and numbers, in columns."""
+    for line in aligned(rows, texts):
+        yield f"  {line}"
 
 
 def groups(ranks: Iterable[Sequence[int]]) -> str:

@@ -15,7 +15,7 @@ from phalanx.tools.plan.jobs import roles_on
 from phalanx.tools.plan.layout import Cluster, Weight
 from phalanx.tools.plan.memory import MAPPED, Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
-from phalanx.tools.plan.tables import Rows, Scale, groups, listed, table
+from phalanx.tools.plan.tables import Rows, Scale, groups, listed
 from phalanx.tools.plan.warnings import allowance, fewer_blocks, warnings
 
 # rows of a batch that are about a rank of each role; the others are about the whole step
@@ -157,7 +157,7 @@ def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu_memory: int | None)
         trained = "without gradients and optimizer"
     scale = Scale(memory.peak)
     rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
-    yield [f"{title} ({_in_billions(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
+    yield [f"{title} ({_in_billions(layout.weights)} B weights, {trained})", *listed(work), *listed(rows, 1)]
     yield [*_phase_lines(p, memory, gpu_memory), *_checkpointing_lines(p, gpu_memory)]
 
 
@@ -172,7 +172,7 @@ def _phase_lines(p: Rehearsal, memory: Memory, gpu_memory: int | None) -> Iterat
         name = f"{q.name} (peak)" if q is memory.largest else q.name
         sizes = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
         rows.append((name, *map(scale, sizes)))
-    yield from table(rows)
+    yield from listed(rows, 1)
     if gpu_memory is not None:
         plain, unit = Scale(gpu_memory).plain, Scale(gpu_memory).unit
         beside, owners = allowance(p, memory)
@@ -249,4 +249,4 @@ def _message_lines(parts: Sequence[Rehearsal]) -> Iterable[str]:
         together[item.nodes] += item.size
     if not parts[0].role:
         rows.append(("together", *map(scale, together)))
-    return table(rows)
+    return listed(rows, 1)

@@ -5,7 +5,6 @@ Only the files of the runs' folders are read. Metrics of time, memory and speed 
 
 import argparse
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from phalanx.config.load import flat
 from phalanx.config.messages import counted, cut
 from phalanx.config.shipped import ROOT
-from phalanx.exit import show
+from phalanx.exit import show, show_mistake
 from phalanx.run.checkpoint_folder import complete
 from phalanx.run.checkpoint_reader import tensor_entries
 from phalanx.run.provenance import read_provenance
@@ -287,7 +286,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = compare_runs(*given.runs)
     except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     show("\n".join(result.lines()))
     return int(not result.equal)

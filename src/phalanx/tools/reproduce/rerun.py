@@ -18,7 +18,7 @@ from phalanx.config.messages import counted, cut, told_as
 from phalanx.config.shipped import ROOT, located
 from phalanx.config.sources import override
 from phalanx.config.trust import Use
-from phalanx.exit import show
+from phalanx.exit import show, show_mistake
 from phalanx.run.provenance import (
     KERNELS,
     describe_processor,
@@ -196,7 +196,6 @@ def main(command: str, argv: Sequence[str]) -> int:
             return status
         result = compare_runs(given.run, output)
     except (OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return show_mistake(error)
     show("\n".join(result.lines()))
     return int(not (result.equal or result.within_rounding))
