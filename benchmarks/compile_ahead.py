@@ -21,27 +21,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from count_kernels import LAYERS, block_of, by, layer_of
-from torch import Tensor, nn
+from count_kernels import LAYERS, block_of, by, layer_of, trace
+from torch import nn
 from torch._dynamo.device_interface import CudaInterface
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import async_compile, compile_fx, scheduler
 from torch._inductor import config as inductor_config
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import reinplace
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from phalanx.models.fused_lora import FusedLinear
-from phalanx.tools.plan.ledger import fused_attention
 
 DEVICE = torch.device("cuda", 0)
 
@@ -163,25 +158,8 @@ def compile_block(block: nn.Module, inputs: dict[str, Any], arch: int) -> dict[s
 
         return compile_graph
 
-    def function(weights: dict[str, Tensor], inputs: dict[str, Any]) -> Any:
-        return functional_call(block, weights, kwargs=inputs)
-
-    def fake(tensor: Tensor) -> Tensor:
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return empty.requires_grad_(tensor.requires_grad)
-
-    run = aot_function(
-        function,
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
     torch._C._ensureCUDADeviceGuardSet()  # so that autograd's switch of devices does nothing without a device
-    with FakeTensorMode(), fused_attention():
-        outputs = run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs)))
-        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
-        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    trace(block, inputs, compiler, FakeTensorMode())
     return by_pass
 
 

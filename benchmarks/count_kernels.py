@@ -198,6 +198,39 @@ def _several(outputs: Any) -> Any:
     return [outputs] if isinstance(outputs, Tensor) else outputs
 
 
+def trace(
+    block: nn.Module,
+    inputs: dict[str, Any],
+    compiler: Callable[[str], Callable[[Any, Any], Any]],
+    mode: FakeTensorMode,
+    *,
+    inference: bool = False,
+) -> None:
+    """Give the graphs of the passes to `compiler("forward")` and `compiler("backward")`, and run what they return.
+    `inference`: without a backward pass.
+    """
+
+    def function(weights: dict[str, Tensor], inputs: dict[str, Any]) -> Any:
+        return functional_call(block, weights, kwargs=inputs)
+
+    run = aot_function(
+        function,
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+    def fake(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad)
+
+    # on fake CPU tensors, because Inductor cannot generate code for the meta device
+    with mode, fused_attention(), torch.set_grad_enabled(not inference):
+        out = _several(run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs))))
+        if not inference:
+            torch.autograd.backward(out, [torch.empty_like(x) for x in out])
+
+
 def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool = False) -> dict[str, Kernels]:
     """The kernels of the passes as compiled by Inductor; `inference`: of a graph without a backward pass."""
     found: dict[str, Kernels] = {}
@@ -214,25 +247,7 @@ def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool
 
         return count
 
-    def function(weights: dict[str, Tensor], inputs: dict[str, Any]) -> Any:
-        return functional_call(block, weights, kwargs=inputs)
-
-    run = aot_function(
-        function,
-        fw_compiler=counting("forward"),
-        bw_compiler=counting("backward"),
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
-
-    def fake(t: Tensor) -> Tensor:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad)
-
-    # on fake CPU tensors, because Inductor cannot generate code for the meta device
-    with mode, fused_attention(), torch.set_grad_enabled(not inference):
-        out = _several(run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs))))
-        if not inference:
-            torch.autograd.backward(out, [torch.empty_like(x) for x in out])
+    trace(block, inputs, counting, mode, inference=inference)
     return found
 
 

@@ -1,5 +1,6 @@
 """Folders of runs as an attacker, or a damaged disk, may leave them: each function of RUNS changes a good one."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -74,13 +75,13 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
 
 
-def replaced(name: str, content: str | bytes) -> Change:
-    """Another content of a file."""
+def placed(name: str, make: Callable[[Path], object]) -> Change:
+    """Something else in place of a file or a folder of the run."""
 
     def change(run: Path) -> None:
         remove(run / name)
         (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).write_bytes(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+        make(run / name)
 
     return change
 
@@ -92,59 +93,48 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def replaced(name: str, content: str | bytes) -> Change:
+    """Another content of a file."""
+    data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    return placed(name, lambda path: path.write_bytes(data))
+
+
 def linked(name: str, target: str) -> Change:
     """A link in place of a file or a folder; `{outside}` is a folder with a secret of the user."""
 
     def change(run: Path) -> None:
-        remove(run / name)
-        (run / name).symlink_to(target.format(outside=run.parent / "outside"))
+        placed(name, lambda path: path.symlink_to(target.format(outside=run.parent / "outside")))(run)
 
     return change
 
 
 def fifo(*names: str) -> Change:
-    def change(run: Path) -> None:
-        for name in names:
-            remove(run / name)
-            os.mkfifo(run / name)
-
-    return change
+    return both(*(placed(name, os.mkfifo) for name in names))
 
 
 def in_place_of(name: str) -> Change:
     """A folder where a file is expected."""
-
-    def change(run: Path) -> None:
-        remove(run / name)
-        (run / name).mkdir()
-
-    return change
+    return placed(name, Path.mkdir)
 
 
 def bound(name: str) -> Change:
     """A socket where a file is expected."""
 
-    def change(run: Path) -> None:
-        remove(run / name)
-        before = Path.cwd()
-        os.chdir(run)  # because the path of a socket is short
-        try:
-            socket.socket(socket.AF_UNIX).bind(name)
-        finally:
-            os.chdir(before)
+    def bind(path: Path) -> None:
+        with contextlib.chdir(path.parent):  # because the path of a socket is short
+            socket.socket(socket.AF_UNIX).bind(path.name)
 
-    return change
+    return placed(name, bind)
 
 
 def sparse(name: str) -> Change:
     """A file of 1 TB, which needs no room on the disk."""
 
-    def change(run: Path) -> None:
-        remove(run / name)
-        with (run / name).open("wb") as file:
-            file.truncate(1 << 40)
+    def make(path: Path) -> None:
+        path.touch()
+        os.truncate(path, 1 << 40)
 
-    return change
+    return placed(name, make)
 
 
 def rows(*values: Any, ending: str = "\n") -> str:
@@ -193,14 +183,10 @@ def many_files(run: Path) -> None:
 
 def deep_tree(run: Path) -> None:
     """Deeper than Python recurses."""
-    before = Path.cwd()
-    os.chdir(run.parent)
-    try:
+    with contextlib.chdir(run.parent):
         for _ in range(1500):
             Path("d").mkdir()
             os.chdir("d")
-    finally:
-        os.chdir(before)
 
 
 def strange_names(run: Path) -> None:

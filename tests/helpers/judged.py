@@ -117,28 +117,33 @@ def talk(cfg: RewardModelConfig, shares: list[list[int]]) -> dict[str, list[list
     return answers
 
 
-def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
-    """The model's answers to Described about one of PICTURES, from plain transformers."""
+def plain_answer(model: Path, messages: list[dict[str, Any]], images: list[Any], max_tokens: int = 40) -> str:
+    """The model's answer in a conversation about images, from plain transformers."""
     from transformers import AutoModelForImageTextToText
 
     from phalanx.engines.transformers import load_processor
 
-    processor = load_processor(str(cfg.path))
-    model = AutoModelForImageTextToText.from_pretrained(cfg.path, dtype=torch.float32).eval()
+    processor = load_processor(str(model))
+    judge = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inputs = processor(text=[text], images=images or None, return_tensors="pt")
+    tokens = judge.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return str(processor.decode(tokens, skip_special_tokens=True))
+
+
+def about(count: int, question: str) -> dict[str, Any]:
+    """A message with a question about so many images."""
+    return {"role": "user", "content": [*({"type": "image"} for _ in range(count)), {"type": "text", "text": question}]}
+
+
+def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
+    """The model's answers to Described about one of PICTURES, from plain transformers."""
     image = pil_image((picture(*PICTURES[number]) * 255).byte())
-    shown: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": QUESTIONS[0]}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": shown}]
-
-    def answer() -> str:
-        text = processor.apply_chat_template(messages, add_generation_prompt=True)
-        inputs = processor(text=[text], images=[[image]], return_tensors="pt")
-        tokens = model.generate(**inputs, max_new_tokens=cfg.max_tokens, do_sample=False)
-        return str(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-
-    answers, reading = [], answer()
+    model, opening, answers = Path(str(cfg.path)), about(1, QUESTIONS[0]), []
+    reading = {"role": "assistant", "content": plain_answer(model, [opening], [image], cfg.max_tokens)}
     for question in ("And?", "user user"):
-        messages[1:] = [{"role": "assistant", "content": reading}, {"role": "user", "content": question}]
-        answers.append(answer())
+        messages = [opening, reading, {"role": "user", "content": question}]
+        answers.append(plain_answer(model, messages, [image], cfg.max_tokens))
     return answers
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.media.pictures import Picture, pil_image
 from phalanx.rewards import Judge
 from phalanx.types import Prompt
 from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
-from tests.helpers.judged import process_state
+from tests.helpers.judged import about, plain_answer, process_state
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_vlm import picture
 
@@ -103,16 +104,5 @@ def asked_about_texts(cfg: RewardModelConfig, completion: str, ranks: list[list[
 
 def plainly(model: Path, shown: list[tuple[int, int, int]], question: str) -> str:
     """The model's answer about some images, from plain transformers."""
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText
-
-    from phalanx.engines.transformers import load_processor
-
-    processor = load_processor(str(model))
-    judge = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-    content = [*({"type": "image"} for _ in shown), {"type": "text", "text": question}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     images = [Image.open(BytesIO(encoded(*each))) for each in shown]
-    inputs = processor(text=[text], images=images or None, return_tensors="pt")
-    tokens = judge.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    return str(processor.decode(tokens, skip_special_tokens=True))
+    return plain_answer(model, [about(len(shown), question)], images)

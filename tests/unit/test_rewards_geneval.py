@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from phalanx.types import Prompt
+from phalanx.zoo.rewards._boxes import iou
 from phalanx.zoo.rewards.image._detector import Detector, _Segmenter
 from phalanx.zoo.rewards.image._geneval_rules import (
     CLASSES,
@@ -17,7 +18,6 @@ from phalanx.zoo.rewards.image._geneval_rules import (
     check,
     fraction,
     kept,
-    overlap,
     relations,
     verdict,
 )
@@ -110,7 +110,7 @@ def test_position() -> None:
 
 def test_detections_that_count() -> None:
     a, b, c = at(0, 0, 9, 9, 0.5), at(0, 0, 9, 4, 0.7), at(50, 50, 60, 60, 0.3)
-    assert overlap(a, b) == pytest.approx(0.5)  # 50 of 100 pixels
+    assert iou(a.box, b.box, 1) == pytest.approx(0.5)  # 50 of 100 pixels
     assert kept([a, b, c], 0.3, 16, 1.0) == [b, a]  # strictly above the threshold
     assert kept([a, b, c], 0.2, 2, 1.0) == [b, a]
     assert kept([a, b, c], 0.2, 16, 0.5) == [b, c]

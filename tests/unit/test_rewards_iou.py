@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from phalanx.media.pictures import Picture
-from phalanx.zoo.rewards.text.iou import MOST, Iou, boxes, iou
+from phalanx.zoo.rewards._boxes import iou
+from phalanx.zoo.rewards.text.iou import MOST, Iou, boxes
 from tests.helpers.checks import refused
 
 TRUTH = [0, 0, 10, 10]

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.zoo.rewards._boxes import Box, iou
+
 CLASSES = (
     *("person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light"),
     *("fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow"),
@@ -32,7 +34,7 @@ _NEAR = 1e-3  # smaller offsets in pixels count as none
 class Detection:
     """An object in an image: `box` is (left, top, right, bottom) in pixels, `mask` [H, W] is True on the object."""
 
-    box: tuple[float, float, float, float]
+    box: Box
     score: float
     mask: Tensor | None = None
 
@@ -43,25 +45,15 @@ ColorsOf = Callable[[str, tuple[Detection, ...]], list[str]]  # class, objects -
 
 def kept(detections: Sequence[Detection], threshold: float, max_objects: int, max_overlap: float) -> list[Detection]:
     """The detections of one class that count: the `max_objects` best ones with a score above `threshold`; of two whose
-    IoU is at least `max_overlap`, only the better one (with max_overlap=1, both).
+    IoU is at least `max_overlap`, only the better one (with max_overlap=1, both). As in GenEval, a box's
+    right and bottom sides belong to it.
     """
     certain = sorted((each for each in detections if each.score > threshold), key=lambda each: -each.score)
     chosen: list[Detection] = []
     for each in certain[:max_objects]:
-        if max_overlap >= 1 or all(overlap(other, each) < max_overlap for other in chosen):
+        if max_overlap >= 1 or all(iou(other.box, each.box, 1) < max_overlap for other in chosen):
             chosen.append(each)
     return chosen
-
-
-def overlap(a: Detection, b: Detection) -> float:
-    """The IoU of two boxes with inclusive right and bottom sides, as in GenEval."""
-    shared = _box_area((*map(max, a.box[:2], b.box[:2]), *map(min, a.box[2:], b.box[2:])))
-    union = _box_area(a.box) + _box_area(b.box) - shared
-    return shared / union if union else 0.0
-
-
-def _box_area(box: Sequence[float]) -> float:
-    return max(box[2] - box[0] + 1, 0) * max(box[3] - box[1] + 1, 0)
 
 
 def relations(a: Detection, b: Detection, threshold: float) -> set[str]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from phalanx.engines.loading import as_text
 from phalanx.zoo.rewards.image._clip import load_part, openai_colours, read_weights, resize
 
 IMAGE_TOKEN = "<|image_pad|>"
@@ -75,7 +76,7 @@ class Trunk:
         self.tokenizer, self.device, self.vision = tokenizer, torch.device(device), config.vision_config
         self._micro_batch = micro_batch_size
         self.added: list[int] = tokenizer.convert_tokens_to_ids(added)
-        self._specials = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())))
+        self._specials = list(tokenizer.get_added_vocab())
         weights, head = _split_weights(_without_lora(_read_weights(published), published), published)
         embeddings = weights.get("language_model.embed_tokens.weight")
         if embeddings is None:
@@ -90,9 +91,9 @@ class Trunk:
         self.heads = _build_heads(head, heads, published, self.device)
         self.backbone = _build_backbone(weights, config, vars(torch)[dtype], self.device, published)
 
-    def plain(self, text: str) -> str:
-        """The text with a blank in each special token, so that it is tokenized as plain words."""
-        return self._specials.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+    def fill(self, template: str, prompt: str) -> str:
+        """The template with a prompt, whose special tokens are broken up, so that they are tokenized as plain words."""
+        return template.replace("{prompt}", as_text(prompt, self._specials))
 
     def chat(self, shown: Sequence[str], text: str) -> str:
         """A turn of the user in the base's chat template: the items `shown`, each "image" or "video", then the text."""
@@ -107,11 +108,7 @@ class Trunk:
                 f"base={self._base!r} has no chat template for {shown[0]}s; expected one beside its tokenizer"
             )
 
-    def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches and grid of images [b, 3, H, W] in 0..1; see `patches_of`."""
-        return self.video_patches(images.to(self.device)[:, None], _PIXELS, _PIXELS)
-
-    def video_patches(self, videos: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
+    def patches(self, videos: Tensor, least: int = _PIXELS, most: int = _PIXELS) -> tuple[Tensor, Tensor]:
         """Patches and grid of videos [b, F, 3, H, W] in 0..1; see `patches_of`."""
         vision = self.vision
         sizes = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size

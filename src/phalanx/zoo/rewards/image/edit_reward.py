@@ -73,21 +73,20 @@ class EditReward(DeviceReward, RewardWithExtras):
 
     def _score_images(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """The means of both heads [b, 2]."""
-        edited, grid = self._trunk.patches(images)
+        edited, grid = self._trunk.patches(images[:, None])
         sources: dict[int, tuple[Tensor, Tensor]] = {}  # by image to edit, which the samples of a prompt share
         pixels, grids = [], []
         for i, (patches, meta) in enumerate(zip(edited.chunk(len(images)), metadata, strict=True)):
             picture: Picture = meta[self._source_key]
             if id(picture) not in sources:
-                values = torch.from_numpy(np.array(picture.parts[0].pil())).movedim(-1, 0)[None] / 255
+                values = torch.from_numpy(np.array(picture.parts[0].pil())).movedim(-1, 0)[None, None] / 255
                 sources[id(picture)] = self._trunk.patches(values)
             source, source_grid = sources[id(picture)]
             pixels += [source, patches]
             grids += [source_grid, grid[i : i + 1]]
         scores = []
         for name, template in _HEADS.items():
-            texts = [template.replace("{prompt}", self._trunk.plain(prompt)) for prompt in prompts]
-            chats = [self._trunk.chat(_SHOWN, text) for text in texts]
+            chats = [self._trunk.chat(_SHOWN, self._trunk.fill(template, prompt)) for prompt in prompts]
             hidden = self._trunk.hidden(chats, IMAGE_TOKEN, torch.cat(pixels), torch.cat(grids))[:, 0]
             scores.append(self._trunk.heads[name](hidden)[:, 0])  # column 1 is the spread
         return torch.stack(scores, 1)

@@ -60,10 +60,10 @@ class HpsV3(DeviceReward):
         return self._trunk.in_micro_batches(self._score_images, images, prompts)
 
     def _score_images(self, images: Tensor, prompts: list[str]) -> Tensor:
-        pixels, grid = self._trunk.patches(images)
+        pixels, grid = self._trunk.patches(images[:, None])
         chats = []
         for prompt in prompts:
-            text = self._template.replace("{prompt}", self._trunk.plain(prompt))
+            text = self._trunk.fill(self._template, prompt)
             chats.append(CHAT.replace("{image}", IMAGE_TOKEN).replace("{text}", text))
         hidden = self._trunk.hidden(chats, IMAGE_TOKEN, pixels, grid)[:, 0]
         scores: Tensor = self._trunk.heads["rm_head"](hidden)[:, 0]  # column 1 is the spread

@@ -9,6 +9,8 @@ from collections import deque
 from fractions import Fraction
 from typing import Any, Literal
 
+from phalanx.zoo.rewards.text._answers import marked
+
 LONGEST = 100  # maximum characters of a number
 # sign and currency; digits, perhaps with thousands separators, decimals and an exponent; or a fraction
 _NUMBER = re.compile(
@@ -58,10 +60,9 @@ def answer(text: str, method: str = "strict") -> Fraction | None:
     if method == "flexible":
         numbers = deque(_NUMBER.finditer(text), maxlen=1)
         return _exact_value(numbers[0]) if numbers else None
-    _, mark, rest = text.rpartition("####")
-    if not mark:
+    line = marked(text)
+    if line is None:
         return None
-    line = rest.strip().partition("\n")[0]
     # of an equation, only the result counts; an expression without a result is not a number
     result = _NUMBER.match(line.rpartition("=")[2].lstrip("*_`$\\ "))
     if result is None or re.match(r"\s*[-+*/^x\u00d7]\s*\d", result.string[result.end() :]):

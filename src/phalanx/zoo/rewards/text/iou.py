@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from phalanx.zoo.rewards._boxes import Box, area, iou
 from phalanx.zoo.rewards.text import _answers
 
 MOST = 64  # maximum boxes of an answer; an answer with more is scored 0
 # bounded repetitions, so that no text takes quadratic time
 _NUMBER = r"\s{0,9}([+-]?(?:\d{1,9}(?:\.\d{0,17})?|\.\d{1,17})(?:[eE][+-]?\d{1,2})?)\s{0,9}"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s{{0,9}})?,\s{{0,9}}[\[(]?{_NUMBER},{_NUMBER}[\])]")
-Box = tuple[float, float, float, float]
 Units = Literal["pixels", "unit", "thousand"]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -53,7 +53,7 @@ class Iou:
     def _truth_boxes(self, metadata: dict[str, Any]) -> list[Box]:
         value = metadata.get("ground_truth")
         truth = boxes(value if isinstance(value, str) else json.dumps(value, default=str))
-        if not truth or len(truth) > MOST or not all(map(_box_area, truth)):
+        if not truth or len(truth) > MOST or not all(map(area, truth)):
             raise ValueError(
                 f"iou needs a ground_truth for each prompt, a box [x1, y1, x2, y2] or a list of at most {MOST}; it has "
                 f"{str(value)[-80:]!r}"
@@ -91,19 +91,6 @@ def boxes(text: str) -> list[Box]:
         left, top, right, bottom = map(float, box.groups())
         result.append((left, top, right, bottom))
     return result
-
-
-def iou(one: Box, other: Box) -> float:
-    """Intersection over union in 0..1; 0 if a box has no area."""
-    both = max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3])
-    if not (_box_area(one) and _box_area(other)):
-        return 0.0
-    common = _box_area(both)
-    return common / (_box_area(one) + _box_area(other) - common)
-
-
-def _box_area(box: Box) -> float:
-    return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
 def _in_unit(some: list[Box], units: str, metadata: dict[str, Any]) -> list[Box]:

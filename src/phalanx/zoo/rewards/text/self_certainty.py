@@ -6,29 +6,13 @@ where z are the current policy's logits over the vocabulary of size V. This is t
 plus the constant ln V.
 """
 
-from contextlib import AbstractContextManager
-from typing import Protocol
-
 from torch import Tensor
 
 from phalanx.distributed.passes import Passes
-from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rewards.base import PolicyReward
 from phalanx.types import Samples
-
-
-class TokenPolicy(Protocol):
-    """The parts of a policy that this reward uses."""
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of sampling."""
-
-    def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """Replay a trace's tokens at a temperature."""
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        """See phalanx.types.Policy."""
 
 
 class SelfCertainty(PolicyReward):
@@ -41,7 +25,7 @@ class SelfCertainty(PolicyReward):
     def __init__(self, temperature_scaled: bool = True) -> None:
         self._scaled = temperature_scaled
 
-    def __call__(self, policy: TokenPolicy, samples: Samples, passes: Passes) -> Tensor:
+    def __call__(self, policy: LMPolicy, samples: Samples, passes: Passes) -> Tensor:
         """Certainties [B], taken from the pass that computed the log-probabilities if it had the same temperature."""
         trace: TokenTrace = samples.trace
         temperature = policy.temperature if self._scaled else 1.0

@@ -87,9 +87,8 @@ class VideoAlign(DeviceReward, RewardWithExtras):
 
     def _grade_videos(self, videos: Tensor, prompts: list[str]) -> Tensor:
         """The grades [b, 3] before normalisation."""
-        pixels, grid = self._trunk.video_patches(videos, _LEAST, self._most)
-        texts = [TEMPLATE.replace("{prompt}", self._trunk.plain(prompt)) for prompt in prompts]
-        chats = [self._trunk.chat(["video"], text) for text in texts]
+        pixels, grid = self._trunk.patches(videos, _LEAST, self._most)
+        chats = [self._trunk.chat(["video"], self._trunk.fill(TEMPLATE, prompt)) for prompt in prompts]
         hidden = self._trunk.hidden(chats, VIDEO_TOKEN, pixels, grid)
         grades: Tensor = self._trunk.heads["rm_head"](hidden)  # [b, 3, 1], or [b, 3, 3] with one output per grade
         return grades.squeeze(2) if grades.shape[2] == 1 else grades.diagonal(dim1=1, dim2=2)
