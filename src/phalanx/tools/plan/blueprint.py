@@ -21,7 +21,7 @@ from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.pipeline_headers import module_of
 from phalanx.models.flow.policy import DTYPES, FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, known_family
-from phalanx.models.headers import read_json
+from phalanx.models.headers import local_folder, read_json
 from phalanx.models.recompute import recompute
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import Cluster, CountedPolicy
@@ -166,11 +166,9 @@ def fetch(path: str, revision: str | None = None) -> str:
     """The local folder of `model.path`. The configurations of a hub id come from the hub or its cache, or else from
     those that Phalanx ships.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = local_folder(path, "model.path", "a model's folder")
+    if folder is not None:
         return str(folder)
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise ValueError(f"model.path: {path!r}: no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
