@@ -325,7 +325,7 @@ def test_an_algorithm_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytes
 def test_an_algorithm_that_contradicts_itself(tmp_path: Path) -> None:
     from phalanx import algorithms
 
-    file = tmp_path / "my_rule.py"
+    file, last = tmp_path / "my_rule.py", ALGORITHM.count("\n") + 2
     for line, problem in (
         ("references = ('olds',)", "references has 'olds'; expected one of policy, reference"),
         ("behaviour = 'old'", "behaviour is 'old', which is not one of its averages"),
@@ -336,7 +336,7 @@ def test_an_algorithm_that_contradicts_itself(tmp_path: Path) -> None:
         ("advantage = lambda self, r, g: r[:3]", "advantage of 8 rewards has shape [3]; expected [8]"),
         (
             "advantage = lambda self, r, g: self.scale",
-            "advantage raised AttributeError: 'Algorithm' object has no attribute 'scale'",
+            f"advantage raised AttributeError: 'Algorithm' object has no attribute 'scale', at {file}:{last}",
         ),
     ):
         file.write_text(ALGORITHM + f"\n    {line}\n")

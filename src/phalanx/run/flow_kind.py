@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, told_as
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ROLLOUT, World
 from phalanx.functional.window import sde_window, trained_count
@@ -180,15 +180,16 @@ class Flow(PolicyKind):
 
 
 def stochastic_steps(cfg: Any) -> int:
-    """Number of stochastic steps in the window; ValueError if the window does not fit the schedule."""
+    """Number of stochastic steps in the window; ConfigError if the window does not fit the schedule."""
     r = cfg.rollout
-    window = sde_window(
-        0,
-        num_inference_steps=r.num_inference_steps,
-        size=r.sde_window_size,
-        window_range=r.sde_window_range,
-        schedule=r.window_schedule,
-        iters=r.window_iters,
-        seed=0,
-    )
+    with told_as(ConfigError):
+        window = sde_window(
+            0,
+            num_inference_steps=r.num_inference_steps,
+            size=r.sde_window_size,
+            window_range=r.sde_window_range,
+            schedule=r.window_schedule,
+            iters=r.window_iters,
+            seed=0,
+        )
     return len(window)
