@@ -17,10 +17,8 @@ compiler, and a minute in the first step. The last line is JSON.
 
 import argparse
 import json
-import os
 import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from alone import ROOT, in_turns, trainer_of
+
 CONFIG = ROOT / "benchmarks" / "cpu_reference.yaml"
 SHAPE, TEXT = "sd3_cpu", 128  # of shapes.py; tokens of T5
 PROMPTS, IMAGES, STEPS, SIZE, RANK = 2, 8, 10, 256, 32
@@ -71,8 +70,6 @@ class Clock:
 def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     """The job that benchmarks/cpu_reference.yaml describes."""
     from phalanx.config.flow import FlowRLConfig
-    from phalanx.run.rl import build
-    from phalanx.run.rules import load_config
 
     settings = {
         "model.path": folder / "model",
@@ -80,17 +77,9 @@ def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
         "data.train_files": f"[{folder / 'train.txt'}]",
         "data.train_batch_size": PROMPTS,
         "actor.ppo_mini_batch_size": PROMPTS // 2,
-        "trainer.total_training_steps": clock.steps + 1,
-        "trainer.output_dir": folder / "out",
-        "trainer.val_before_train": "false",
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.logger": "[]",
     }
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     words = [*(f"{key}={value}" for key, value in settings.items()), *keys]
-    trainer: Any = build(load_config(FlowRLConfig, str(CONFIG), words))
+    trainer = trainer_of(FlowRLConfig, CONFIG, clock.steps + 1, folder / "out", words)
     sample, reward, end_step = trainer.collector.sample, trainer.collector.reward, trainer.job.end_step
 
     def timed_sample(*args: Any) -> Any:
@@ -305,17 +294,6 @@ def sides(args: argparse.Namespace) -> dict[str, Callable[[Path, Clock], None]]:
     return found
 
 
-def turn(side: str, folder: Path) -> Seconds:
-    """Run one side in a separate process."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--only", side, "--folder", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode != 0:
-        sys.exit(f"error: {side} failed\n{done.stderr}")
-    found: Seconds = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flow-grpo", type=Path, help="a checkout of flow_grpo")
@@ -331,13 +309,9 @@ def main() -> None:
         known[args.only](args.folder, clock)
         print(json.dumps(clock.seconds()))
         return
-    found: dict[str, list[Seconds]] = {side: [] for side in known}
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name))
-        for run in range(args.runs):
-            for side in known:
-                found[side].append(turn(side, Path(name)))
-                print(f"run {run + 1}, {side}: {found[side][-1]}", flush=True)
+        found = in_turns([__file__, *sys.argv[1:], "--folder", name], known, args.runs)
     medians = {
         side: {phase: round(statistics.median(run[phase] for run in runs), 2) for phase in runs[0]}
         for side, runs in found.items()

@@ -11,17 +11,15 @@ trained once. The last line is JSON.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from alone import ROOT, in_turns, trainer_of
+
 WORDS = ROOT / "assets" / "words"
 CONFIG = ROOT / "configs" / "grpo" / "quickstart.yaml"
 PROMPTS, RESPONSES, LIMIT, LEARNING_RATE = 16, 8, 40, 3e-4
@@ -36,26 +34,10 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
 def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -> dict[str, float]:
     """A job of a language model, on this process only, with `samples` samples per step."""
     from phalanx.config.lm import LMRLConfig
-    from phalanx.run.rl import build
-    from phalanx.run.rules import load_config
 
-    keys = {
-        "trainer.total_training_steps": steps,
-        "trainer.val_before_train": "false",
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.output_dir": folder,
-        "trainer.logger": "[]",
-        "actor.ppo_micro_batch_size_per_gpu": samples,
-    }
     ends: list[float] = []
-
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.chdir(ROOT)
-    trainer: Any = build(
-        load_config(LMRLConfig, str(config), [*(f"{key}={value}" for key, value in keys.items()), *overrides])
-    )
+    keys = [f"actor.ppo_micro_batch_size_per_gpu={samples}", *overrides]
+    trainer = trainer_of(LMRLConfig, config, steps, folder, keys)
     plain = trainer.job.end_step
 
     def end_step(step: int, row: dict[str, float]) -> None:
@@ -144,17 +126,6 @@ def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str,
     }
 
 
-def turn(script: str, side: str, steps: int) -> dict[str, float]:
-    """Run one side in a separate process."""
-    command = [sys.executable, script, "--only", side, "--steps", str(steps)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode != 0:
-        sys.exit(f"error: {side} failed\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main(script: str, description: str | None, sides: Sides) -> None:
     """Run the sides of a script alternately, and print their medians."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,11 +137,7 @@ def main(script: str, description: str | None, sides: Sides) -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
             print(json.dumps(sides[args.only](args.steps, Path(name))))
         return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for run in range(args.runs):
-        for side in sides:
-            found[side].append(turn(script, side, args.steps))
-            print(f"run {run + 1}, {side}: {found[side][-1]}", flush=True)
+    found = in_turns([script, "--steps", str(args.steps)], sides, args.runs)
     medians = {side: statistics.median(run["cpu_s_per_1000_tokens"] for run in runs) for side, runs in found.items()}
     ratios = {f"trl / {side}": medians["trl"] / median for side, median in medians.items() if side != "trl"}
     print(json.dumps(medians | ratios))

@@ -13,7 +13,8 @@ is JSON.
 from pathlib import Path
 from typing import Any
 
-from beside_trl import RESPONSES, ROOT, job, job_of_trl, main
+from alone import ROOT
+from beside_trl import RESPONSES, job, job_of_trl, main
 
 CALCULATOR = ROOT / "assets" / "calculator"
 PROMPTS, TURNS, LIMIT = 8, 4, 112

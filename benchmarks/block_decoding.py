@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 
+from alone import RANK
+
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMValRolloutConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
@@ -29,8 +31,7 @@ def main() -> None:
     parser.add_argument("--data", default="assets/words/test.jsonl")
     parser.add_argument("--block-size", type=int, default=4)
     options = parser.parse_args()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= RANK
     world = start_world(ParallelConfig())
     (prompts,) = validation_sets([options.data], prompt="question", quoted=False).values()
     size, data = options.block_size, LMDataConfig(max_prompt_length=64, max_response_length=40)

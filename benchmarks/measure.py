@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import lm_shapes
 import torch
+from alone import QUIET
 from shapes import SHAPES
 
 from phalanx.config import ConfigError
@@ -98,8 +99,7 @@ def configure_any(args: argparse.Namespace) -> FlowRLConfig | LMRLConfig:
 
 def _loaded(schema: type[C], args: argparse.Namespace, synthetic: list[str], folder: Path) -> C:
     """The configuration with `synthetic` overrides before the given ones, whose files go below `folder`."""
-    keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
-    keys += ["resume=never", f"output_dir={folder}"]
+    keys = [*QUIET, "total_training_steps=1", f"output_dir={folder}"]
     try:
         cfg = load_config(schema, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
     except ConfigError as error:

@@ -19,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from learning import ROOT, insert, metrics
+from alone import QUIET, ROOT
+from learning import insert, metrics
 
 CONFIG = "configs/grpo/quickstart.yaml"
 APART = "placement={rollout: 0, actor: 1}"
@@ -56,8 +57,7 @@ def measured(
     folder: Path, keys: list[str], args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of a run and the phases of its ranks."""
-    trainer = [f"total_training_steps={args.steps}", "test_freq=-1", "val_before_train=false", "save_freq=-1"]
-    trainer += ["resume=never", "logger=[]", f"output_dir={folder}"]
+    trainer = [*QUIET, f"total_training_steps={args.steps}", f"output_dir={folder}"]
     command = ["sh", "train.sh", "benchmarks/emulated.py", CONFIG, *keys, *(f"trainer.{key}" for key in trainer)]
     environment = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1", "EMULATE": f"{args.rollout},{args.actor}"}
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from phalanx.models.lm.model import CausalLM
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.policy_session import PolicySession
-from phalanx.rollout.lm.session import Request, converse
+from phalanx.rollout.lm.session import converse
 
 PROMPTS, RESPONSES, VOCABULARY, LONGEST = 12, 8, 8192, 1024
 END = VOCABULARY - 1
@@ -39,14 +39,12 @@ def numbers(lengths: list[int]) -> torch.Tensor:
 
 def session(rows: int, device: str, *, eager: bool) -> list[list[int]]:
     """The responses, of which `rows` are decoded together; eager: without CUDA graphs."""
+    from tests.helpers.sessions import asked
+
     torch.manual_seed(0)
-    lm = Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval().float()
+    module = CausalLM(Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval().float().to(device), 1024)
     prompts, lengths = job()
-    how, requests, uniform = Decoding(LONGEST, 1.0, [END], 0), [], numbers(lengths)
-    module = CausalLM(lm.to(device), 1024)
-    for i in range(len(lengths)):
-        request = Request(prompt=prompts[i // RESPONSES], name=(i,), decoding=how, room=LONGEST)
-        vars(request)["numbers"] = uniform[i].contiguous()  # instead of those of its name
-        requests.append(request)
+    each = [i // RESPONSES for i in range(len(lengths))]
+    requests = asked(prompts, each, numbers(lengths), Decoding(LONGEST, 1.0, [END], 0))
     converse(PolicySession(module, module.lm.config, torch.device(device), rows, eager=eager), requests)
     return [request.tokens for request in requests]

@@ -10,7 +10,6 @@ threads of the rewards; the reward is a plain function, whose calls are not spli
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import threading
@@ -18,20 +17,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import phalanx
-from phalanx.run.rules import load_config
+from alone import trainer_of
 
-ROOT = Path(__file__).resolve().parents[1]
+import phalanx
+
 PACKAGE = Path(phalanx.__file__).parent
-RUN = [
-    "trainer.total_training_steps=2",
-    "trainer.logger=[]",
-    "trainer.save_freq=-1",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "trainer.resume=never",
-    "model.cpu_linear=torch",  # oneDNN, the default on some processors, has a separate file
-]
+PLAIN = "model.cpu_linear=torch"  # oneDNN, the default on some processors, has a separate file
 OUTSIDE = {"fit"}  # functions that are not part of the step
 FLOW = [
     "data.train_batch_size=2",
@@ -49,24 +40,19 @@ def traced(kind: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """The functions that run in a step of a job, `flow` or `text`, by file below src/phalanx: on the main thread, and
     those of rewards/ on all threads.
     """
-    from phalanx.run import rl
-
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.chdir(ROOT)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a thread of the job may still write
-        keys = [*RUN, f"trainer.output_dir={folder}"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a thread of the job may still write
+        folder = Path(name)
         if kind == "flow":
             from phalanx.config.flow import FlowRLConfig
 
-            trainer: Any = rl.build(load_config(FlowRLConfig, "configs/flowgrpo/quickstart.yaml", [*FLOW, *keys]))
+            trainer = trainer_of(FlowRLConfig, "configs/flowgrpo/quickstart.yaml", 2, folder, [*FLOW, PLAIN])
         else:
             from phalanx.config.lm import LMRLConfig
 
-            reward = Path(folder) / "reward.py"
+            reward = folder / "reward.py"
             reward.write_text("def length(completions, prompts, metadata):\n    return [len(c) for c in completions]\n")
-            keys += [f"reward.functions=[{{path: '{reward}:length'}}]"]
-            trainer = rl.build(load_config(LMRLConfig, "configs/grpo/quickstart.yaml", [*TEXT, *keys]))
+            keys = [*TEXT, PLAIN, f"reward.functions=[{{path: '{reward}:length'}}]"]
+            trainer = trainer_of(LMRLConfig, "configs/grpo/quickstart.yaml", 2, folder, keys)
         return trace_second_step(trainer)
 
 

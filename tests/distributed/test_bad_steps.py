@@ -1,6 +1,5 @@
 """NaN and infinity in loss or gradient: the update is skipped on all ranks and counted; too many end the run."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from phalanx.config.flow import FlowRLConfig
 from phalanx.run.rules import load_config
 from phalanx.types import Batch, JobError, Policy
+from tests.helpers.checks import heard
 from tests.helpers.jobs import PROMPTS, base_overrides, fit, full_weights, rows, tiny_config
 from tests.helpers.ranks import run_ranks
 
@@ -36,10 +36,7 @@ def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: 
 
     trainer = build(cfg)
     spoil(trainer, value, steps, loss_only=loss_only)
-    error, warnings = None, logging.Handler(logging.WARNING)
-    messages: list[str] = []
-    warnings.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.run.job").addHandler(warnings)
+    error, messages = None, heard("phalanx.run.job")
     try:
         trainer.fit()
     except JobError as raised:

@@ -1,6 +1,5 @@
 """What each rank writes of a checkpoint, and a file system that is slow on one of them."""
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from phalanx.run.checkpoint import Checkpointer, Progress
 from phalanx.run.checkpoint_writer import ShareWriter
 from phalanx.run.world import start_world
 from phalanx.training.checkpoint_contents import share
+from tests.helpers.checks import heard
 from tests.helpers.ranks import run_ranks
 
 SIZES = {"embedding": 64, "q": 8, "k": 2, "v": 2, "up": 16, "down": 16}
@@ -161,10 +161,7 @@ def test_torch_reads_and_writes_the_same_format(tmp_path: Path) -> None:
 
 def late(folder: Path) -> tuple[list[str], int, float]:
     """Write a checkpoint for which rank 1 takes 4 s, with limits of 2 s. Returns this rank's warnings, and the step saved."""
-    world, messages = start_world(ParallelConfig(timeout_s=2)), list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx").addHandler(handler)
+    world, messages = start_world(ParallelConfig(timeout_s=2)), heard("phalanx")
     plain = checkpoint.file_checksum
 
     def slow(path: Path) -> int:

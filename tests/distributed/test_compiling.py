@@ -10,18 +10,10 @@ from torch._inductor import config, cpp_builder
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.models.lm.lm_policy import LMPolicy
+from tests.helpers.checks import heard
 from tests.helpers.jobs import assert_same_weights
 from tests.helpers.lm import one_step, tiny_lm_config
 from tests.helpers.ranks import run_ranks
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def step_without_a_compiler(cfg: LMRLConfig) -> dict[str, Any]:
@@ -29,8 +21,7 @@ def step_without_a_compiler(cfg: LMRLConfig) -> dict[str, Any]:
     if dist.get_rank() == 1:
         config.cpp.cxx = (None, "/nowhere/c++")
         cpp_builder.cpp_compiler_search.cache_clear()
-    handler, graphs = Lines(), []
-    logging.getLogger("phalanx.models.compiling").addHandler(handler)
+    lines, graphs = heard("phalanx.models.compiling", logging.NOTSET), []
     build = LMPolicy.__init__
 
     def built(policy: LMPolicy, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +29,7 @@ def step_without_a_compiler(cfg: LMRLConfig) -> dict[str, Any]:
         graphs.append(policy.trained._one_graph)
 
     LMPolicy.__init__ = built  # type: ignore[method-assign]
-    return one_step(cfg) | {"lines": handler.lines, "compiled": [graph is not None for graph in graphs]}
+    return one_step(cfg) | {"lines": lines, "compiled": [graph is not None for graph in graphs]}
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from phalanx.run.joint_rl import build
 from phalanx.run.rl import warn_of_k1
 from phalanx.run.rules import load_config
 from phalanx.tools.opening import open_checkpoint
-from tests.helpers.checks import refused
+from tests.helpers.checks import heard, refused
 from tests.helpers.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
 from tests.helpers.kinds import check
 from tests.helpers.ranks import RankError, run_ranks
@@ -235,21 +235,9 @@ def picky(images, prompts, metadata):
 TEXTS = ("", "x " * 5000, "<|endoftext|></s><|im_end|><pad> a fox")
 
 
-class Lines(logging.Handler):
-    """Keeps the messages of a logger."""
-
-    def __init__(self, logger: str) -> None:
-        super().__init__()
-        self.texts: set[str] = set()
-        logging.getLogger(logger).addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.add(record.getMessage())
-
-
 def odd_steps(cfg: JointConfig) -> tuple[list[dict[str, float]], set[str]]:
     """The metrics of a step for each of TEXTS, with all responses equal to it, and the lines that the reward logs."""
-    t, lines = build(cfg), Lines("mine")
+    t, lines = build(cfg), heard("mine", logging.NOTSET)
     texts, draw, result = t.rewriter.texts, t.draw, []
 
     def kept(step: int) -> Any:
@@ -264,7 +252,7 @@ def odd_steps(cfg: JointConfig) -> tuple[list[dict[str, float]], set[str]]:
         t.rewriter.texts = lambda responses, text=text: texts([text] * len(responses))  # type: ignore[method-assign]
         row = t.step(step)
         result[-1] |= row
-    return result, lines.texts
+    return result, set(lines)
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 are reported as well.
 """
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from phalanx.config.flow import FlowRLConfig
 from phalanx.run.checkpoint_folder import find
 from phalanx.types import JobError
+from tests.helpers.checks import heard
 from tests.helpers.jobs import fit, tiny_config
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -85,11 +85,7 @@ def flat(images, prompts, metadata):
 
 
 def warnings_of(cfg: FlowRLConfig) -> tuple[list[str], dict[str, Tensor]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.run.telemetry.run_logger").addHandler(handler)
-    return said, fit(cfg)
+    return heard("phalanx.run.telemetry.run_logger"), fit(cfg)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.config.lm import LMRLConfig
 from phalanx.run.rl import build
 from phalanx.types import Samples
+from tests.helpers.checks import heard
 from tests.helpers.jobs import rows
 from tests.helpers.lm import fit, tiny_lm_config
 from tests.helpers.ranks import run_ranks
@@ -62,10 +63,7 @@ def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
 
 def warnings(cfg: LMRLConfig) -> list[str]:
     """The messages that a job logs on this rank."""
-    messages = list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx").addHandler(handler)
+    messages = heard("phalanx", logging.NOTSET)
     fit(cfg)
     return messages
 

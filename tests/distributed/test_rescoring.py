@@ -9,7 +9,7 @@ import pytest
 from phalanx.run.telemetry.curves import read_metrics
 from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.types import Each, Prompt, Samples
-from tests.helpers.checks import warnings_of
+from tests.helpers.checks import heard
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import WordRollout, build, word_config
 
@@ -28,8 +28,8 @@ def train(cfg: Any, error: float) -> tuple[bool, list[str]]:
     t = build(cfg)
     t.collector.rollout = Off(t.policy, cfg, t.collector.rollout.micro_batch_size)
     t.collector.rollout.error = error
-    with warnings_of("phalanx.training.rescorer") as said:
-        t.fit()
+    said = heard("phalanx.training.rescorer")
+    t.fit()
     return t.job.progress.rescoring, said
 
 

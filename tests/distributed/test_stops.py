@@ -2,7 +2,6 @@
 kept, and the resumed run is the run.
 """
 
-import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from phalanx.exit import Stopped
 from phalanx.run.telemetry.rank_files import RankFiles
 from phalanx.training.stops import SHUTDOWN
+from tests.helpers.checks import heard
 from tests.helpers.jobs import full_weights, rows, tiny_config
 from tests.helpers.lm import tiny_lm_config
 from tests.helpers.ranks import run_ranks
@@ -26,11 +26,8 @@ def told(build: Callable[[Any], Any], cfg: Any, at: int) -> tuple[str, int, dict
     """Train; on rank 1 a signal arrives within pass `at` (from 1) that an update runs. Returns what the job says at its
     end, the passes done, the weights, and the warnings.
     """
-    trainer, passes, warnings = build(cfg), 0, list[str]()
+    trainer, passes, warnings = build(cfg), 0, heard("phalanx")
     assert trainer.world.size == 2
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx").addHandler(handler)
     plain = trainer.updater.algorithm.loss
 
     def loss(*args: Any) -> Any:

@@ -52,21 +52,13 @@ def refused(message: str, kind: type[Exception] = ValueError) -> Iterator[None]:
     assert str(error.value) == message
 
 
-@contextmanager
-def warnings_of(logger: str) -> Iterator[list[str]]:
-    """Collect the warnings of a logger in the block, in a forked rank, where the test's caplog gets none."""
+def heard(logger: str, level: int = logging.WARNING) -> list[str]:
+    """The messages that a logger gets from here on, in a forked rank, where the test's caplog gets none."""
     said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    listener = Listener(logging.WARNING)
-    logging.getLogger(logger).addHandler(listener)
-    try:
-        yield said
-    finally:
-        logging.getLogger(logger).removeHandler(listener)
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return said
 
 
 def reduced(metrics: Metrics, weight: Tensor) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Tiny training jobs for tests."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,11 +145,9 @@ def full_weights(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()}
 
 
-def fit(cfg: FlowRLConfig) -> dict[str, torch.Tensor]:
-    """Train to the end; returns the weights."""
-    from phalanx.run.rl import build
-
-    t = build(cfg)
+def fit(cfg: Any, kind: str = "rl") -> dict[str, torch.Tensor]:
+    """Train to the end, as phalanx.run.<kind> builds the job; returns the weights."""
+    t = importlib.import_module(f"phalanx.run.{kind}").build(cfg)
     t.fit()
     return full_weights(t.policy.trained.parameters)
 

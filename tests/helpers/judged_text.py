@@ -1,6 +1,5 @@
 """A judge of texts with checkable answers: asked directly, and over ranks, about texts and the images of prompts."""
 
-import logging
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +14,7 @@ from phalanx.media.pictures import Picture, pil_image
 from phalanx.rewards import Judge
 from phalanx.types import Prompt
 from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from tests.helpers.checks import heard
 from tests.helpers.judged import about, plain_answer, process_state
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_vlm import picture
@@ -88,14 +88,8 @@ def asked_about_texts(cfg: RewardModelConfig, completion: str, ranks: list[list[
     """On each rank: the answers about two samples of each of its prompts, and the warnings."""
     from phalanx.rewards.judge_pool import JudgePool
 
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    warnings: list[str] = []
-    logging.getLogger("phalanx.rewards").addHandler(Kept(logging.WARNING))
+    warnings, prompts = heard("phalanx.rewards"), prompts_with_images()
     pool = JudgePool({"n": Named()}, cfg, 60.0, outputs="completions", device=torch.device("cpu"), beside=False)
-    prompts = prompts_with_images()
     for i in ranks[dist.get_rank()]:
         pool.submit([completion] * 2, [prompts[i]] * 2)
     _, answers, _ = pool.ask()

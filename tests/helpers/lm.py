@@ -9,7 +9,8 @@ import torch
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.run.rules import load_config
-from tests.helpers.jobs import first_step, full_weights
+from tests.helpers.jobs import first_step
+from tests.helpers.jobs import fit as fit
 
 REWARD = """
 def evenness(completions, prompts, metadata):
@@ -108,20 +109,7 @@ def sft_overrides(model: Path, folder: Path) -> list[str]:
 
 def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:
     """Like `fit`, for a supervised job."""
-    from phalanx.run.block_diffusion_sft import build
-
-    trainer = build(cfg)
-    trainer.fit()
-    return full_weights(trainer.policy.trained.parameters)
-
-
-def fit(cfg: LMRLConfig) -> dict[str, torch.Tensor]:
-    """Train to the end; returns the weights."""
-    from phalanx.run.rl import build
-
-    trainer = build(cfg)
-    trainer.fit()
-    return full_weights(trainer.policy.trained.parameters)
+    return fit(cfg, "block_diffusion_sft")
 
 
 def one_step(cfg: LMRLConfig) -> dict[str, Any]:

@@ -50,10 +50,10 @@ class Python:
         """
         if len(code) > _LONGEST:
             return f"error: the code has {len(code)} characters; at most {_LONGEST} are allowed"
-        return self._run_script(code)
+        return self._run_script(code)[0]
 
-    def _run_script(self, code: str, needs_all: bool = False) -> str:
-        """The output of a script. `needs_all`: ValueError if this machine lacks a layer of the confinement."""
+    def _run_script(self, code: str) -> tuple[str, list[str]]:
+        """The output of a script, and the layers of the confinement that this machine lacks."""
         seed = ascii(CALL.get())
         arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0", seed]
         with _same_addresses():
@@ -76,16 +76,13 @@ class Python:
             assert child.stdout is not None
             child.stdout.close()
         head, _, text = output.decode("utf-8", "replace").partition("\n")
-        missing = _missing_layers(head)
-        if missing is None:
+        missing = None
+        with suppress(ValueError):
+            missing = json.loads(head)
+        if not isinstance(missing, list):
             *_, last = ["", *output.decode("utf-8", "replace").splitlines()]
             raise RuntimeError(f"the process of the tool python did not start: {last or problem}")
-        if missing and needs_all:
-            raise ValueError(
-                f"this machine has no {' and no '.join(missing)} to confine a model's code with; use another machine, "
-                "or give unconfined: true if this one has nothing to protect"
-            )
-        return text if problem is None else f"{text}\nerror: {problem}".lstrip()
+        return text if problem is None else f"{text}\nerror: {problem}".lstrip(), missing
 
     def _read_output(self, child: "subprocess.Popen[bytes]") -> tuple[bytes, str | None]:
         """The output of the process until it ends or exceeds a limit, and the problem, None for a normal end."""
@@ -141,13 +138,9 @@ def _same_addresses() -> Iterator[None]:
 @cache
 def _check_machine() -> None:
     """Raise ValueError if this machine cannot confine a process."""
-    Python(60, unconfined=True)._run_script("", needs_all=True)
-
-
-def _missing_layers(head: str) -> list[str] | None:
-    """The missing layers of confinement, from the first line of the output; None if that is something else."""
-    try:
-        missing = json.loads(head)
-    except ValueError:
-        return None
-    return missing if isinstance(missing, list) else None
+    _, missing = Python(60, unconfined=True)._run_script("")
+    if missing:
+        raise ValueError(
+            f"this machine has no {' and no '.join(missing)} to confine a model's code with; use another machine, or "
+            "give unconfined: true if this one has nothing to protect"
+        )

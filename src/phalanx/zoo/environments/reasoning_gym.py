@@ -10,6 +10,8 @@ from phalanx.config.messages import cut, nearest, reason
 from phalanx.environments.turn import Turn
 from phalanx.zoo.rewards.text.reasoning_gym import ReasoningGym as Verifier
 
+_shared_verifier = cache(Verifier)  # all samples share its processes
+
 
 class ReasoningGym:
     """The problem, generated from the group's seed, follows the data's prompt. Each turn is an answer to it, until one
@@ -49,12 +51,6 @@ class ReasoningGym:
             return Turn(reward=gained, done=True)
         left = f"{self._attempts} attempt{'s' if self._attempts > 1 else ''}"
         return Turn([{"role": "user", "content": f"This is not the right answer; you have {left} left."}], gained)
-
-
-@cache
-def _shared_verifier(answer: str, timeout_s: float) -> Verifier:
-    """The reward reasoning_gym, whose processes all samples share."""
-    return Verifier(answer, timeout_s)
 
 
 @cache
