@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from phalanx.functional.statistics import Estimate, paired_interval, t_half_width
+from phalanx.functional.statistics import Estimate, mean_interval, t_half_width
 
 ROOT = Path(__file__).resolve().parents[1]
 TEACHING = threading.Lock()
@@ -334,8 +334,8 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: boo
     of_prompts = None
     if scored and all("scores" in run for pair in pairs for run in pair):
         scores, expected = np.array([[run["scores"] for run in pair] for pair in pairs]).mean(0)
-        of_prompts = paired_interval(scores, expected)
-    return Difference(paired_interval(values, references, unit=False), of_prompts)
+        of_prompts = mean_interval(scores, expected)
+    return Difference(mean_interval(values, references, unit=False), of_prompts)
 
 
 def with_interval(values: Sequence[float]) -> str:

@@ -210,7 +210,7 @@ def test_the_page_has_a_row_for_each_number_and_curves_over_k(tmp_path: Path) ->
             for row in samples:
                 passes += [[max(chosen) for chosen in itertools.combinations(row, k)]]
             rates = np.array([np.mean(each) for each in passes])
-            estimate = mean_interval(rates, True)
+            estimate = mean_interval(rates, unit=True)
             bounds = (estimate.low, estimate.high)
             assert value == pytest.approx(rates.mean(), abs=1e-5) and (low, low + 2 * half) == pytest.approx(
                 bounds, abs=1e-5

@@ -18,7 +18,6 @@ from phalanx.functional.statistics import (
     mean_bounds,
     mean_interval,
     mean_of_groups,
-    paired_interval,
     pass_at_k,
     t_half_width,
     t_quantile,
@@ -116,13 +115,13 @@ def test_interval_of_other_values_is_students() -> None:
 def test_differences_are_paired() -> None:
     prompts = np.random.default_rng(0).normal(size=50) * 10
     values = prompts + 0.5 + 0.1 * np.random.default_rng(1).normal(size=50)
-    estimate = paired_interval(values, prompts)
+    estimate = mean_interval(values, prompts)
     half = t_half_width(values - prompts)
     assert half is not None and estimate.high == pytest.approx(estimate.value + half)
     assert estimate.low is not None and 0.4 < estimate.low < estimate.value  # prompts differ a hundred times more
-    assert paired_interval(values[:1], prompts[:1]).low is None
+    assert mean_interval(values[:1], prompts[:1]).low is None
     marks = (prompts > 0).astype(float)
-    same = paired_interval(marks, marks)  # no pair of 50 differs; t is 2.0096
+    same = mean_interval(marks, marks)  # no pair of 50 differs; t is 2.0096
     assert (same.value, same.high) == (0.0, pytest.approx(2.0096**2 / (50 + 2.0096**2), abs=1e-3))
     assert same.low == -same.high if same.high is not None else False
 

@@ -104,21 +104,11 @@ def in_unit_range(samples: Values) -> bool:
     return bool(((known >= 0) & (known <= 1)).all() and ((known == 0) | (known == 1)).any())
 
 
-def mean_interval(values: Values, unit: bool | None = None) -> Estimate:
-    """The mean of values [P], one per prompt, and its interval: `mean_bounds` if the scores are in 0..1 (`unit`; None:
-    if the values show it), otherwise Student's t.
+def mean_interval(values: Values, others: Values | None = None, *, unit: bool | None = None) -> Estimate:
+    """The mean of values [P], one per prompt, or of values - others [P] of the same prompts, and its interval:
+    `mean_bounds` or `difference_bounds` if the scores are in 0..1 (`unit`; None: if the values show it), otherwise
+    Student's t.
     """
-    return _estimate_interval(values, None, unit)
-
-
-def paired_interval(values: Values, others: Values, unit: bool | None = None) -> Estimate:
-    """The mean of values - others [P] of the same prompts, and its interval: `difference_bounds` if the scores of both
-    are in 0..1 (`unit`; None: if the values show it), otherwise Student's t of the differences.
-    """
-    return _estimate_interval(values, others, unit)
-
-
-def _estimate_interval(values: Values, others: Values | None, unit: bool | None) -> Estimate:
     count, shown = len(values), values if others is None else np.concatenate([values, others])
     differences = values if others is None else values - others
     mean = float(differences.mean())
@@ -142,7 +132,7 @@ def _bounds(
 
 def t_half_width(values: Values) -> float | None:
     """Half the width of Student's t interval of the mean of values [P]; None for a single value."""
-    high, mean = mean_interval(values, False).high, float(values.mean())
+    high, mean = mean_interval(values, unit=False).high, float(values.mean())
     return None if high is None else high - mean
 
 

@@ -120,7 +120,7 @@ class Validator:
         known = reward[scored]
         row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
         of_prompts = reward.double().view(-1, n).nanmean(1)
-        mean = mean_interval(of_prompts[~of_prompts.isnan()].numpy(), in_unit_range(known.double().numpy()))
+        mean = mean_interval(of_prompts[~of_prompts.isnan()].numpy(), unit=in_unit_range(known.double().numpy()))
         if mean.low is not None and mean.high is not None:
             row[f"val/{name}/reward/ci95"] = (mean.high - mean.low) / 2
             row[f"val/{name}/reward/ci95_low"] = mean.low

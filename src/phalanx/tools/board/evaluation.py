@@ -16,7 +16,6 @@ from phalanx.functional.statistics import (
     majority_at_k,
     mean_interval,
     mean_of_groups,
-    paired_interval,
     pass_at_k,
 )
 from phalanx.tools.board.evaluation_files import REWARD, Row
@@ -157,8 +156,7 @@ def estimated_figures(statistics: Statistics, ranged: set[str]) -> Figures:
         of_score, known = result.setdefault(name, {}), _known_values(values)
         if known.size:
             unit = _is_ranged(name, statistic, ranged)
-            estimate = mean_interval(known[0], unit) if len(known) == 1 else paired_interval(known[0], known[1], unit)
-            of_score[statistic] = asdict(estimate)
+            of_score[statistic] = asdict(mean_interval(*known, unit=unit))
     return result
 
 
