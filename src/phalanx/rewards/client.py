@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.run import RunConfig
-from phalanx.distributed.collectives import agree, all_gather_apart, all_gather_object, reduce_int
+from phalanx.distributed.collectives import agree, all_gather_object, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.rewards.base import RewardError
@@ -34,9 +34,7 @@ class RewardClient:
     on_stop: called on all ranks at once after any of them has received a signal to stop.
     judged: maps a prompt to the prompt that its samples are scored with; None: the same prompt.
     forgives: whether samples may lack a score; `take_errors` has their number.
-    has_judges: whether `ask` must be called between `submit` and `collect`.
-    feedback: what rewards say about the samples of the last `collect`, if they may; see `tells`.
-    tells: whether `collect` also sets `feedback`, on all ranks or on none.
+    feedback: what rewards say about the samples of the last `collect`; empty if they say nothing.
     metrics: perf/... of the last `collect`: busy seconds of the reward threads and of the reward model. time/reward has
         only the waiting.
     """
@@ -54,9 +52,8 @@ class RewardClient:
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
         self.reward_set, self.on_stop, self.judged = reward_set, on_stop, judged
         self.forgives = cfg.reward.on_error != "fail"
-        self.has_judges = reward_set is not None and reward_set.judges is not None
         self.metrics: dict[str, float] = {}
-        self.tells, self.feedback = False, list[str]()
+        self.feedback: list[str] = []
         self._weights = f"{cfg.model:path}, {cfg.model:dtype} and {cfg.optim:lr}"  # for messages
         self._errors = 0  # samples without a score since the last take_errors
         self._warned_of_errors = False
@@ -98,9 +95,8 @@ class RewardClient:
 
         Raises RewardError on all ranks if a reward fails on one of them.
         """
-        rewards = self.reward_set
-        assert rewards is not None, "nothing is scored without rewards"
-        if self.has_judges and rewards.must_ask:  # validation does not call `ask` itself
+        rewards = self.rewards
+        if rewards.must_ask:  # validation does not call `ask` itself
             with self._in_step():
                 rewards.ask()
         with self._in_step():
@@ -108,12 +104,9 @@ class RewardClient:
         self.metrics = {"perf/reward_busy_s": rewards.busy_s}
         if rewards.judges is not None:
             self.metrics["perf/judge_busy_s"] = rewards.judges.busy_s
-        if self.tells:
-            self.feedback = rewards.feedback
+        self.feedback = rewards.feedback
         if self.world.context_size > 1:
-            terms = self._of_all(terms)
-            if self.tells:
-                self.feedback = self._feedback_of_all(rewards.feedback)
+            terms, self.feedback = self._of_all(terms, rewards.feedback)
         if self.forgives and terms:  # there are none if every term is a PolicyReward
             terms = self._fill_missing(terms)
         return terms
@@ -135,25 +128,18 @@ class RewardClient:
         local = slice(first % size, None, size)
         return outputs[local], prompts[local]
 
-    def _of_all(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The terms [B] of all of this rank's samples, including those that other ranks have scored for it."""
-        count, self._submitted = self._submitted, 0
-        size = self.world.context_size
+    def _of_all(self, terms: dict[str, Tensor], texts: list[str]) -> tuple[dict[str, Tensor], list[str]]:
+        """The terms [B] of all of this rank's samples and the texts about them, also of those that other ranks have
+        scored for it.
+        """
+        self._submitted, size = 0, self.world.context_size
         place = self.world.rank // size * size
-        merged = {}
-        for name, values in terms.items():
-            padded = torch.full((-(-count // size),), torch.nan)
-            padded[: len(values)] = values
-            dealt = all_gather_apart(padded)[place : place + size]
-            merged[name] = torch.stack(dealt, 1).flatten()[:count]
-        return merged
-
-    def _feedback_of_all(self, texts: list[str]) -> list[str]:
-        """The texts about all of this rank's samples, including those that other ranks have scored for it."""
-        size = self.world.context_size
-        place = self.world.rank // size * size
-        dealt = all_gather_object(texts)[place : place + size]
-        return list(filter(lambda text: text is not None, chain(*zip_longest(*dealt))))
+        local = [values.tolist() for values in terms.values()]
+        merged = []
+        for dealt in zip(*all_gather_object([*local, texts])[place : place + size], strict=True):
+            merged.append([value for value in chain(*zip_longest(*dealt)) if value is not None])
+        *rows, texts = merged
+        return dict(zip(terms, map(torch.tensor, rows), strict=True)), texts
 
     def _fill_missing(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's terms [B] with missing scores set to 0, or left NaN with reward.on_error=skip.

@@ -75,7 +75,6 @@ class Collector:
         self.rescorer, self.chunks, self.tell = rescorer, chunks, tell
         # a context with the weights that sample for training
         self.behaviour = nullcontext if weights is None else partial(policy.using, weights)
-        rewards.tells = tell is not None
         self.group_id = torch.arange(plan.samples) // (group or cfg.rollout.n)  # [N], for the samples of all ranks
         self.total_steps = total_steps(cfg.trainer, prompts)
 
@@ -90,8 +89,7 @@ class Collector:
         with self.timers("rollout"), self.behaviour(), self.rollout.awake():
             self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
             samples = self.rollout.sample(self._chunk_prompts(unit), seed=seed, step=step, each=self.rewards.submit)
-        if self.rewards.has_judges:
-            self.rewards.ask()
+        self.rewards.ask()
         return (samples, {}) if self.rescorer is None else self.rescorer(samples)
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
@@ -149,8 +147,7 @@ class Collector:
                     samples = self.rollout.renew(samples, self._numbered_prompts(rows, unit))
             with self.timers("rollout"), self.behaviour(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
-            if self.rewards.has_judges:
-                self.rewards.ask()
+            self.rewards.ask()
             with self.timers("reward"):
                 again, numbers = self._gather_terms(), all_gather(numbers)
             real = numbers >= 0
