@@ -39,7 +39,7 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
     trains_all = True
 
     @abstractmethod
-    def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
+    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
         """The states from which the images are recomputed, a function of one seed per sample."""
 
     @abstractmethod
@@ -49,10 +49,6 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: the loss uses no advantages."""
         return torch.zeros(len(reward))
-
-    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
-        """See `states`."""
-        return self.states(policy, samples, seeds)
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, V, ...] of other weights at the states."""

@@ -52,7 +52,7 @@ class Algorithm(RewardGradientAlgorithm):
         self.last_steps = config.last_steps
         self.levels = config.noise_draws or config.last_steps
 
-    def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
+    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
         """The sampled states x_K [B, 1, ...], or draws of x_1 [B, n, ...]."""
         trace: FlowTrace = samples.trace
         draws, latents = self.config.noise_draws, trace.latents[:, :1]

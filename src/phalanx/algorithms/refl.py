@@ -46,7 +46,7 @@ class Algorithm(RewardGradientAlgorithm):
         super().__init__(config)
         self.last_steps = config.last_steps
 
-    def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
+    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
         """A late state x_t [B, 1, ...] of each sample."""
         trace: FlowTrace = samples.trace
         drawn = [random.Random(seed).randrange(self.last_steps) for seed in seeds]
