@@ -210,36 +210,32 @@ def converse(session: Session, requests: Sequence[Request], partner: Partner | N
 
     join: answers join at every `join`-th step, or with 0 as they arrive; and whenever no sample is drawing.
     """
+    places = {id(request): i for i, request in enumerate(requests)}
+    heard: dict[int, Future[Any]] = {}  # by samples that wait for an answer
+    drawing, step = len(requests), 0
     try:
-        _converse(session, requests, partner, join)
+        for request in requests:
+            request.keep = partner is not None
+            session.add(request)
+        while drawing or heard:
+            for request in session.step() if drawing else ():
+                drawing -= 1
+                request.keep = request.keep and request.ended
+                if partner is not None and request.keep:
+                    i = places[id(request)]
+                    heard[i] = partner.hear(i, request.turn)
+            step += 1
+            for i in joining(heard, step, join, alone=not drawing):
+                assert partner is not None, "answers are of a partner"
+                answer = partner.answer(i, heard.pop(i).result())
+                requests[i].keep = answer is not None and requests[i].hear(answer) and not requests[i].over
+                if requests[i].keep:
+                    session.add(requests[i])
+                    drawing += 1
     except JobError:  # other ranks may wait in the session
         session.close()
         raise
     session.close()
-
-
-def _converse(session: Session, requests: Sequence[Request], partner: Partner | None, join: int) -> None:
-    places = {id(request): i for i, request in enumerate(requests)}
-    heard: dict[int, Future[Any]] = {}  # by samples that wait for an answer
-    for request in requests:
-        request.keep = partner is not None
-        session.add(request)
-    drawing, step = len(requests), 0
-    while drawing or heard:
-        for request in session.step() if drawing else ():
-            drawing -= 1
-            request.keep = request.keep and request.ended
-            if partner is not None and request.keep:
-                i = places[id(request)]
-                heard[i] = partner.hear(i, request.turn)
-        step += 1
-        for i in joining(heard, step, join, alone=not drawing):
-            assert partner is not None, "answers are of a partner"
-            answer = partner.answer(i, heard.pop(i).result())
-            requests[i].keep = answer is not None and requests[i].hear(answer) and not requests[i].over
-            if requests[i].keep:
-                session.add(requests[i])
-                drawing += 1
 
 
 def joining(heard: dict[int, Future[Any]], step: int, join: int, *, alone: bool) -> list[int]:
