@@ -94,19 +94,16 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         for parts in [list(gradients)] if self._offloaded is None else self._offloaded.visits():
-            self._update_parts({part: gradients.pop(part) for part in parts})
+            # torch's optimizers skip the parts that have no gradient
+            for part in parts:
+                part.grad = gradients.pop(part)
+            for optimizer in self._optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         # the module may compute with copies of the parameters in another dtype
         self.sharded.copy_to_module()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": False}
-
-    def _update_parts(self, gradients: dict[Tensor, Tensor | None]) -> None:
-        """Update these parameters; torch's optimizers skip all others, because they have no gradient."""
-        for part, gradient in gradients.items():
-            part.grad = gradient
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients."""

@@ -285,11 +285,6 @@ class PolicyRollout:
             shown += prompts[place * share // n : last // n + 1]
         return shown
 
-    def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
-        """See FlowPolicy.embed. Raises JobError, on all ranks, if a prompt's image is unreadable."""
-        size = (sampler.height, sampler.width, sampler.num_frames)
-        return self._encode_together(lambda: self.policy.embed(prompts, negatives, size))
-
     def _encode_together(self, encode: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
         """Call `encode`, with an exchange of errors between the ranks only if prompts have images: texts never fail."""
         return encode() if self.policy.model.image_column is None else on_all_ranks(encode)
@@ -297,14 +292,17 @@ class PolicyRollout:
     def collate(
         self, prompts: list[Prompt], negatives: bool = True, sampler: Sampler | None = None
     ) -> dict[str, Tensor]:
-        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device; `sampler` None: that of training."""
+        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device; `sampler` None: that of training.
+        Raises JobError, on all ranks, if a prompt's image is unreadable.
+        """
         sampler = sampler or self.sampler
-        embeds = self.embed(prompts, negatives, sampler)
+        size = (sampler.height, sampler.width, sampler.num_frames)
+        embeds = self._encode_together(lambda: self.policy.embed(prompts, negatives, size))
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
         # Padded to the longest text of all ranks, and masked if any rank has a shorter one: kernels round differently
         # at another length or with a mask, so with local lengths results would depend on the layout.
         longest = reduce_int(max(lengths), "max")
         shortest = -reduce_int(-min(lengths), "max")
-        length = self.policy.text_length(longest, (sampler.height, sampler.width))
+        length = self.policy.text_length(longest, size[:2])
         batch = self.policy.model.collate(embeds, length, padded=length != shortest)
         return {name: value.to(self.world.device) for name, value in batch.items()}

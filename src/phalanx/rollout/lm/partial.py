@@ -12,7 +12,6 @@ on the layout.
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -72,6 +71,7 @@ class PartialRollout:
         self.rollout, self.config, self.world = rollout, rollout.config, rollout.world
         self.facts, self.fps, self.noun = rollout.facts, rollout.fps, rollout.noun
         self.exact, self.micro_batch_size = rollout.exact, rollout.micro_batch_size
+        self.awake, self.sample_validation, self.close = rollout.awake, rollout.sample_validation, rollout.close
         self._prompts = prompts
         self._pool = drawn_at_once(self.config, prompts)
         self._groups: list[_Group] = []  # waiting groups, in the order of their numbers
@@ -191,10 +191,6 @@ class PartialRollout:
         responses = [Response() for _ in range(self.config.n)]
         policy = self.rollout.policy
         return _Group(number, begun, prompt, policy.encode(prompt), policy.look(prompt), responses)
-
-    def awake(self) -> AbstractContextManager[None]:
-        """See phalanx.types.Rollout."""
-        return self.rollout.awake()
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """See phalanx.types.Rollout; the samples' prompts are those of the trained groups, not `prompts`."""
@@ -330,11 +326,3 @@ class PartialRollout:
             self._versions[i] = []
         samples, numbers = self.rollout.resample(samples, stale, attempt, each=each)
         return self._versioned(samples, self._step - 1), numbers
-
-    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """See phalanx.types.Rollout."""
-        self.rollout.sample_validation(prompts, each=each)
-
-    def close(self) -> None:
-        """See phalanx.types.Rollout."""
-        self.rollout.close()
