@@ -134,11 +134,9 @@ class LoadedTeacher(Protocol):
         """Operations of the teacher's pass over a sample, relative to the policy's."""
 
 
-class Tell(Protocol):
-    """Gives the prompts of this rank's samples what a teacher reads; a collective of all ranks."""
-
-    def __call__(self, samples: Samples, reward: Tensor, feedback: list[str]) -> Samples:
-        """reward [N] and feedback [N] (or none) are those of all ranks' samples."""
+# Gives the prompts of this rank's samples what a teacher reads, from the rewards [N] and the feedback [N] (or none) of
+# all ranks' samples; a collective of all ranks.
+Tell = Callable[[Samples, Tensor, list[str]], Samples]
 
 
 class Critic(Protocol):
