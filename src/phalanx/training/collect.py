@@ -118,7 +118,12 @@ class Collector:
             weight = 0.0 if self.cfg.reward.normalize != "none" else reward_set.turn_weight(step)
             samples = replace(samples, action_reward=samples.action_reward * weight)
         row = self.rollout.metrics(samples, reward) | self.rewards.metrics | redrawn
-        return samples, reward, row | self._reward_metrics(reward_set, reward, terms, step)
+        scored = ~reward.isnan()
+        known = {name: values[scored] for name, values in terms.items()}
+        row |= reward_metrics(reward_set.weighted(known, step), known, self.group_id[scored])
+        if self.rewards.forgives:
+            row |= self.rewards.take_errors()
+        return samples, reward, row
 
     def _redraw_equal(
         self,
@@ -144,7 +149,7 @@ class Collector:
                 groups = self.group_id[stale].unique().tolist()
                 rows = self.prompts.renewed(rows, groups, unit * (limit - 1) + attempt - 1)
                 with self.timers("encode"):
-                    samples = self.rollout.renew(samples, self._numbered_prompts(rows, unit))
+                    samples = self.rollout.renew(samples, self._chunk_prompts(unit, rows))
             with self.timers("rollout"), self.behaviour(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
             self.rewards.ask()
@@ -176,22 +181,10 @@ class Collector:
         count = self.plan.samples // self.cfg.rollout.n
         return self.prompts.numbers(step)[chunk * count : (chunk + 1) * count]
 
-    def _numbered_prompts(self, rows: list[int], unit: int) -> list[Prompt]:
-        """The prompts of these rows, with group ids counted within their training step."""
+    def _chunk_prompts(self, unit: int, rows: list[int] | None = None) -> list[Prompt]:
+        """The prompts of a chunk, for all ranks, or of other `rows`; group ids count within their training step."""
+        rows = self._chunk_rows(unit) if rows is None else rows
         return self.prompts.prompts(rows, first=unit % self.chunks * len(rows))
-
-    def _chunk_prompts(self, unit: int) -> list[Prompt]:
-        """The prompts of a chunk, for all ranks."""
-        return self._numbered_prompts(self._chunk_rows(unit), unit)
-
-    def _reward_metrics(
-        self, reward_set: RewardSet, reward: Tensor, terms: dict[str, Tensor], step: int
-    ) -> dict[str, float]:
-        """reward/... metrics over the samples that have a reward."""
-        scored = ~reward.isnan()
-        known = {name: values[scored] for name, values in terms.items()}
-        row = reward_metrics(reward_set.weighted(known, step), known, self.group_id[scored])
-        return row | self.rewards.take_errors() if self.rewards.forgives else row
 
     def _gather_terms(self) -> dict[str, Tensor]:
         """The terms of the reward, each [N], of the samples that all ranks submitted, in the order of ranks."""
