@@ -179,7 +179,19 @@ class Updater:
         for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
                 self._corrupt(batch, step, epoch)
-            steps = self._epoch_steps(batch)
+            if self.chunks > 1:  # the passes are those of this chunk in one step
+                self._counts += batch.counts
+            steps = optimizer_steps(
+                batch.mask,
+                batch.units,
+                self.chunk_plan,
+                self.world,
+                mode=self.cfg.actor.loss_agg_mode,
+                constant=self.cfg.actor.loss_scale_factor,
+                tokens=batch.samples.tokens,
+                summed=self.chunks > 1,
+                at_least_one=batch.pending,
+            )
             # compute log pi_old in the same passes as the training if their shapes depend on the samples in them
             if epoch == 0 and self.rescorer.in_training and not batch.samples.on_policy:
                 batch.samples = self.rescorer.in_passes(batch.samples, [rows for passes in steps for rows, _ in passes])
@@ -193,23 +205,6 @@ class Updater:
         if self.score is not None:
             batch.score = partial(self.score, step=step)
         batch.reference_outputs = self.reference_outputs(batch)
-
-    def _epoch_steps(self, batch: Minibatches) -> list[list[Pass]]:
-        """The passes of each optimizer step of an epoch; with several chunks, this chunk's passes of one step."""
-        actor, chunked = self.cfg.actor, self.chunks > 1
-        if chunked:
-            self._counts += batch.counts
-        return optimizer_steps(
-            batch.mask,
-            batch.units,
-            self.chunk_plan,
-            self.world,
-            mode=actor.loss_agg_mode,
-            constant=actor.loss_scale_factor,
-            tokens=batch.samples.tokens,
-            summed=chunked,
-            at_least_one=batch.pending,
-        )
 
     def ends_update(self, chunk: int) -> bool:
         """Whether an optimizer step follows the passes of this chunk."""

@@ -207,8 +207,10 @@ class PolicySession:
         """Give rows to waiting samples; returns them with their prompts."""
         if not self._queue or (self._rows and not self._refills):
             return []
-        if not self._rows:
-            self._begin()
+        if not self._rows:  # allocate rows for the samples that wait, unless there are enough
+            self._decoding, least = self._queue[0][1].decoding, min(self._most, len(self._queue))
+            if self._refills and (self._kept is None or self._kept.rows < least):
+                self._kept = KVRows(self._config, least, max(self._room(request) for _, request in self._queue))
         count = self._kept.rows if self._refills else self._most
         places = [i for i, row in enumerate(self._rows) if row.free] + list(range(len(self._rows), count))
         new, self._queue = self._queue[: len(places)], self._queue[len(places) :]
@@ -227,13 +229,6 @@ class PolicySession:
         waiting = {key for key, _ in self._queue}
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in waiting and self._refills}
         return result
-
-    def _begin(self) -> None:
-        """Allocate rows for the samples that wait, unless there are enough."""
-        self._decoding = self._queue[0][1].decoding
-        rows = min(self._most, len(self._queue))
-        if self._refills and (self._kept is None or self._kept.rows < rows):
-            self._kept = KVRows(self._config, rows, max(self._room(request) for _, request in self._queue))
 
     def _room(self, request: Request) -> int:
         """The number of tokens that a sample has at most."""
