@@ -162,7 +162,8 @@ def read(
         rows = _object_rows(made or json_objects(path, place, drop), path.parent, images, drop)
         return in_rows(rows, path.parent, shown)
     if path.suffix == ".csv":
-        return in_rows(_csv_rows(path, place, images, prompt, drop), path.parent, shown)
+        cells = _csv_rows(path, place, (prompt, *images), drop)
+        return in_rows(_object_rows(cells, path.parent, images, drop), path.parent, shown)
     if path.suffix == ".parquet":
         return _parquet_rows(path, place, images, prompt, shown)
     ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
@@ -264,24 +265,19 @@ def _object_rows(
         yield where, value
 
 
-def _csv_rows(
-    path: Path, place: str, images: Sequence[str], prompt: str, drop: Callable[[DataError], None]
-) -> Iterator[Located]:
+def _csv_rows(path: Path, place: str, wanted: Sequence[str], drop: Callable[[DataError], None]) -> Iterator[Located]:
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))  # process-wide, 2**17 by default
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            _check_columns(reader.fieldnames or [], place, (prompt, *images))
+            _check_columns(reader.fieldnames or [], place, wanted)
             for row in reader:
                 where = f"{place}:{reader.line_num}"
                 if None in row:
                     drop(DataError(f"{where}: more cells than the header has columns; expected quotes around commas"))
                     continue
-                value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
-                value[prompt] = row[prompt] or ""
-                for name in images:
-                    value[name] = Picture(partial(in_memory, value[name]), path.parent, f"{where}: {name}")
-                yield where, value
+                prompt = {wanted[0]: row[wanted[0]] or ""}
+                yield where, {name: cell or None for name, cell in row.items()} | prompt
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     except csv.Error as error:
