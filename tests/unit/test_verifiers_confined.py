@@ -165,7 +165,7 @@ def test_a_verifier_has_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_a_verifier_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the verifier pattern did not start: its process ended with 1"):
-        Verifier("pattern", 5.0).judge(0.0, "a", "a")
+        Verifier("pattern", 5.0).judge("a", "a")
 
 
 # --- time, which is linear in the length of a text

@@ -62,8 +62,8 @@ class Verifier:
             return verdict
         raise ValueError(cut(problem.removeprefix("RowError: "))) if of_row else VerifierError(cut(problem))
 
-    def judge(self, wrong: float, *arguments: Any) -> tuple[float, float]:
-        """The verdict as a score, and 0; without a verdict, `wrong` and 1, because no text of a policy may end the job.
+    def judge(self, *arguments: Any) -> tuple[float, float]:
+        """The verdict as a score, and 0; without a verdict, 0 and 1, because no text of a policy may end the job.
         The first answer without a verdict is logged.
         """
         try:
@@ -78,7 +78,7 @@ class Verifier:
                     self._name,
                     error,
                 )
-            return wrong, 1.0
+            return 0.0, 1.0
 
     def _ready_process(self) -> "subprocess.Popen[str]":
         """A process that is ready for a question: an idle one that is still running, or a new one."""

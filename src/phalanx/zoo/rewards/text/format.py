@@ -33,7 +33,7 @@ class Format(RewardWithExtras):
             return RewardOutput([float(in_tags(completion, self._tags)) for completion in completions])
         judged = []
         for completion in completions:
-            judged.append(self._verifier.judge(0.0, self._pattern, completion))
+            judged.append(self._verifier.judge(self._pattern, completion))
         return with_unjudged(judged)
 
 

@@ -68,5 +68,5 @@ class Math(RewardWithExtras):
         bases = {tuple(_answers.bases(given)), tuple(_answers.bases(expected))} - {()}
         if self._verifier is None or several or len(bases) == 2:
             return self._format_score, 0.0
-        right, unjudged = self._verifier.judge(0.0, expected, given)
+        right, unjudged = self._verifier.judge(expected, given)
         return (1.0 if right else self._format_score), unjudged

@@ -41,7 +41,7 @@ class ReasoningGym(RewardWithExtras):
                 continue
             # an answer that is not allowed is scored like a missing one, for which some tasks give 0.01
             allowed = _grammar.allowed(task, answer, entry)
-            judged.append(self._verifier.judge(0.0, task, answer if allowed else None, entry))
+            judged.append(self._verifier.judge(task, answer if allowed else None, entry))
         return with_unjudged(judged)
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
