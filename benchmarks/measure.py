@@ -116,7 +116,7 @@ class Meter(Timers):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(sync=True)
+        super().__init__()
         self._device = device
         self._open: list[float] = []
         self._cpu: dict[str, float] = {}
@@ -126,14 +126,20 @@ class Meter(Timers):
     def __call__(self, name: str) -> Iterator[None]:
         """Time a phase; phases nest."""
         start = time.process_time()
+        self._wait()
         with self._memory(name), super().__call__(name):
             yield
+            self._wait()
         self._cpu[name] = self._cpu.get(name, 0.0) + time.process_time() - start
 
     def pop(self) -> dict[str, float]:
         """As phalanx.run.telemetry.run_logger.Timers.pop, with `cpu/<phase>`."""
         seconds, self._cpu = {f"cpu/{name}": value for name, value in self._cpu.items()}, {}
         return super().pop() | seconds
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     @contextmanager
     def _memory(self, name: str) -> Iterator[None]:

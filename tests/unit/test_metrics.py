@@ -35,7 +35,7 @@ class TestTimers:
         assert timers.pop() == {}
 
     def test_a_phase_that_raises_is_counted(self) -> None:
-        timers = Timers(sync=True)
+        timers = Timers()
         with pytest.raises(KeyError), timers("rollout"):
             time.sleep(0.01)
             raise KeyError

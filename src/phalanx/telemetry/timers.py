@@ -29,8 +29,8 @@ class Timers:
     """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the current one;
     it may count micro-batches.
 
-    With `sync`, both ends of a phase wait for the device, which attributes CUDA work exactly but stalls its queue.
-    Without it, only phases that end by reading a value on the host are exact; others leave work to the next phase.
+    Nothing waits for the device: phases that end by reading a value on the host are exact on a GPU, and others leave
+    work to the next phase.
 
     `spans` holds the most recent phases that ended, each as (name, training step from 1, begin, end), for the thread of
     phalanx.run.telemetry.rank_files. `step` is the current training step, 0 before the first one, and `rate` the
@@ -39,11 +39,11 @@ class Timers:
     Each phase also enters `range(name)` and each step `profiler(step)`, which do nothing unless the step is profiled.
     """
 
-    def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
+    def __init__(self, *, part: str = "", whole: "Timers | None" = None) -> None:
         """With `part` and `whole`: timers of a part, such as one of two policies, which record their phases in the
         whole's timers with the part's name as a prefix.
         """
-        self._sync, self._before = sync, f"{part}_" if part else ""
+        self._before = f"{part}_" if part else ""
         self._whole = self if whole is None else whole
         self._seconds: dict[str, float] = {} if whole is None else whole._seconds
         self._phase = Phase("")
@@ -71,15 +71,11 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to phase `name`, even if the block raises."""
-        if self._sync:
-            _wait_device()
         outer, self.phase = self.phase, Phase(f"{self._before}{name}")
         start = time.perf_counter()
         try:
             with self._whole.range(self.phase.name):
                 yield
-                if self._sync:
-                    _wait_device()
         finally:
             end = time.perf_counter()
             self.add(name, end - start)
@@ -117,10 +113,3 @@ class Timers:
 def is_training_row(row: dict[str, Any]) -> bool:
     """Whether a row belongs to a training step; a validation before training logs only val/, time/ and a clock."""
     return any(not key.startswith(("val/", "time/", "perf/elapsed_s")) and key != "step" for key in row)
-
-
-def _wait_device() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
