@@ -34,6 +34,7 @@ class Lengths:
     facts, fps, noun, exact, micro_batch_size = None, 1, "samples", False, 64
     request, drawn_sample, text = LMRollout.request, LMRollout.drawn_sample, LMRollout.text
     talks, checked = None, LMRollout.checked
+    awake, sample_validation = LMRollout.awake, LMRollout.sample_validation
 
     def __init__(self, drawn: int, length: Any) -> None:
         self.config = LMRolloutConfig(
