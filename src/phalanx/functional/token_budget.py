@@ -3,8 +3,7 @@
 A pass over padded samples has rows x longest tokens; a pass over packed samples has the sum of their lengths.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
 import torch
@@ -23,10 +22,14 @@ def split(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool = False) -
     Returns:
         The rows of `tokens` in each part, in ascending order; no part is empty.
     """
-    if adjacent and packed:
-        result = _split_adjacent(tokens, parts)
+    if packed and adjacent:
+        result = _split_runs(list(range(len(tokens))), tokens.sum(1).tolist(), parts, packed=True)
+    elif packed:
+        result = _split_packed(tokens, parts)
     else:
-        result = _split_packed(tokens, parts) if packed else _split_padded(tokens, parts)
+        costs = (tokens.max(1).values * tokens.shape[1]).tolist()
+        order = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
+        result = _split_runs(order, [costs[row] for row in order], parts, packed=False)
     result.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
     return result
 
@@ -90,24 +93,24 @@ def _split_packed(tokens: Tensor, parts: int) -> list[list[int]]:
     return [sorted(rows) for _, _, rows in heap]
 
 
-def _split_padded(tokens: Tensor, parts: int) -> list[list[int]]:
-    """Split the rows, sorted by length, into runs of at most the smallest cost for which `parts` runs are enough."""
-    longest, width = tokens.max(1).values.tolist(), tokens.shape[1]
-    order = sorted(range(len(longest)), key=lambda row: (-longest[row], row))
-    lengths = [longest[row] * width for row in order]
-    return _search_runs(order, partial(_padded_runs, lengths), lengths[0], lengths[0] * len(lengths), parts)
-
-
-def _split_adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
-    """Split the rows, in their order, into runs of at most the smallest sum for which `parts` runs are enough."""
-    sums = tokens.sum(1).tolist()
-    return _search_runs(list(range(len(sums))), partial(_summed_runs, sums), max(sums), sum(sums), parts)
-
-
-def _search_runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
-    """Split `order` into `parts` runs. `cut(cost)` returns the lengths of runs of at most that cost; a binary search
-    from `low` to `high` finds the smallest cost with at most `parts` runs.
+def _split_runs(order: list[int], costs: list[int], parts: int, *, packed: bool) -> list[list[int]]:
+    """Split the rows `order` into `parts` runs of at most the smallest cost for which so many runs are enough, found by
+    a binary search. costs: of each row; that of a run is their sum or, unless `packed`, rows x that of the first row.
     """
+
+    def cut(most: int) -> list[int]:
+        """The sizes of runs of at most this cost."""
+        sizes, total, each = [0], 0, 0
+        for cost in costs:
+            each = cost if packed or total == 0 else each
+            if total + each > most:
+                sizes.append(0)
+                total, each = 0, cost
+            sizes[-1] += 1
+            total += each
+        return sizes
+
+    low, high = max(costs), max(costs) * len(costs)
     while low < high:
         middle = (low + high) // 2
         if len(cut(middle)) <= parts:
@@ -124,25 +127,3 @@ def _search_runs(order: list[int], cut: Callable[[int], list[int]], low: int, hi
         result.append(sorted(order[at : at + size]))
         at += size
     return result
-
-
-def _padded_runs(lengths: list[int], most: int) -> list[int]:
-    """The sizes of runs of descending lengths for which rows x longest is at most `most`."""
-    sizes, at = [], 0
-    while at < len(lengths):
-        size = min(max(most // lengths[at], 1), len(lengths) - at)
-        sizes.append(size)
-        at += size
-    return sizes
-
-
-def _summed_runs(sums: list[int], most: int) -> list[int]:
-    """The sizes of runs of rows whose sums are at most `most`."""
-    sizes, total = [0], 0
-    for tokens in sums:
-        if total + tokens > most:
-            sizes.append(0)
-            total = 0
-        sizes[-1] += 1
-        total += tokens
-    return sizes
