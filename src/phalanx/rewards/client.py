@@ -34,6 +34,7 @@ class RewardClient:
     on_stop: called on all ranks at once after any of them has received a signal to stop.
     judged: maps a prompt to the prompt that its samples are scored with; None: the same prompt.
     forgives: whether samples may lack a score; `take_errors` has their number.
+    has_judges: whether `ask` must be called between `submit` and `collect`.
     feedback: what rewards say about the samples of the last `collect`; empty if they say nothing.
     metrics: perf/... of the last `collect`: busy seconds of the reward threads and of the reward model. time/reward has
         only the waiting.
@@ -52,6 +53,7 @@ class RewardClient:
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
         self.reward_set, self.on_stop, self.judged = reward_set, on_stop, judged
         self.forgives = cfg.reward.on_error != "fail"
+        self.has_judges = reward_set is not None and reward_set.judges is not None
         self.metrics: dict[str, float] = {}
         self.feedback: list[str] = []
         self._weights = f"{cfg.model:path}, {cfg.model:dtype} and {cfg.optim:lr}"  # for messages
@@ -95,8 +97,9 @@ class RewardClient:
 
         Raises RewardError on all ranks if a reward fails on one of them.
         """
-        rewards = self.rewards
-        if rewards.must_ask:  # validation does not call `ask` itself
+        rewards = self.reward_set
+        assert rewards is not None, "nothing is scored without rewards"
+        if self.has_judges and rewards.must_ask:  # validation does not call `ask` itself
             with self._in_step():
                 rewards.ask()
         with self._in_step():

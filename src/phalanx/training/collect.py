@@ -89,7 +89,8 @@ class Collector:
         with self.timers("rollout"), self.behaviour(), self.rollout.awake():
             self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
             samples = self.rollout.sample(self._chunk_prompts(unit), seed=seed, step=step, each=self.rewards.submit)
-        self.rewards.ask()
+        if self.rewards.has_judges:
+            self.rewards.ask()
         return (samples, {}) if self.rescorer is None else self.rescorer(samples)
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
@@ -152,7 +153,8 @@ class Collector:
                     samples = self.rollout.renew(samples, self._chunk_prompts(unit, rows))
             with self.timers("rollout"), self.behaviour(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
-            self.rewards.ask()
+            if self.rewards.has_judges:
+                self.rewards.ask()
             with self.timers("reward"):
                 again, numbers = self._gather_terms(), all_gather(numbers)
             real = numbers >= 0
