@@ -24,14 +24,12 @@ class Engine(Protocol):
 
     def awake(self) -> AbstractContextManager[None]:
         """A context in which the model is on the device; `answer` needs it."""
-        ...
 
     def answer(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
         """The answers to questions about images, given as files, to which the questions refer by index.
 
         Raises ValueError for a question that the model cannot be asked, such as one that is too long.
         """
-        ...
 
 
 def check(cfg: RewardModelConfig) -> None:

@@ -7,7 +7,7 @@ from phalanx.config.flow import ENGINES, FlowRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.rollout.registry import check_class, check_installed, made
+from phalanx.rollout.registry import check_class, made
 
 
 def check_entry(kind: Any, name: str) -> None:
@@ -20,7 +20,6 @@ def build_rollout(
     policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
 ) -> PolicyRollout:
     """Construct the engine that the configuration names. Collective. Raises ValueError if it cannot run here."""
-    check_installed(config)
     kind = engine_class(config.engine, ENGINES)
     rollout: PolicyRollout = made(kind, config.engine, policy, config, world, micro_batch_size, window=window)
     return rollout

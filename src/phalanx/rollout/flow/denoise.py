@@ -50,15 +50,16 @@ class Job:
         steps = self.sampler.num_inference_steps
         return visited_levels(steps, self.window.stop, self.sampler.compression)
 
-    def initial_noise(self, shape: tuple[int, ...]) -> Tensor:
-        """Noise [R, *shape] to start from."""
+    def noise(self, shape: tuple[int, ...], step: int | None = None) -> Tensor:
+        """Noise [R, *shape] of a step; None: to start from."""
+        of_step = ("init",) if step is None else ("step", step)
         # without the image's number, all names of a group are equal
-        names = [name[:3] if self.same_init else name for name in self.names]
-        return self._draw_noise(shape, [fold_in(*name, "init") for name in names])
-
-    def step_noise(self, shape: tuple[int, ...], i: int) -> Tensor:
-        """Noise [R, *shape] of step i."""
-        return self._draw_noise(shape, [fold_in(*name, "step", i) for name in self.names])
+        shared = self.same_init and step is None
+        device, noise = self.schedule.sigmas.device, []
+        for name in self.names:
+            # in a single draw for all samples, the noise of one would depend on its place in the batch
+            noise.append(normal(shape, fold_in(*(name[:3] if shared else name), *of_step), device))
+        return torch.stack(noise)
 
     def trunks(self) -> tuple[Tensor, Tensor]:
         """The index [T] of each group's first image, and for each image [R] the index of its group among these."""
@@ -66,11 +67,6 @@ class Job:
         distinct = list(dict.fromkeys(groups))
         first, trunk = [groups.index(group) for group in distinct], [distinct.index(group) for group in groups]
         return torch.tensor(first, device=self.rows.device), torch.tensor(trunk, device=self.rows.device)
-
-    def _draw_noise(self, shape: tuple[int, ...], seeds: list[int]) -> Tensor:
-        # one draw per sample: in a single draw for all, the noise of a sample would depend on its place in the batch
-        device = self.schedule.sigmas.device
-        return torch.stack([normal(shape, seed, device) for seed in seeds])
 
 
 class Generated(NamedTuple):
@@ -98,7 +94,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
     noisy = window if sampler.noise_level > 0 else range(0)
     if not window and sampler.noise_level > 0:
         noisy = range(sampler.num_inference_steps - 1)  # noise of the last step would remain in the image
-    x, levels = job.initial_noise(shape), job.levels()  # x [R, ...] ~ N(0, 1), at sigma = 1
+    x, levels = job.noise(shape), job.levels()  # x [R, ...] ~ N(0, 1), at sigma = 1
     # The solver starts after the window, without a history: a multistep method assumes that earlier velocities belong
     # to one smooth path, which noise breaks.
     solve = None
@@ -119,7 +115,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
         if solve is not None and i >= window.stop:
             x = solve(velocity, x)
             continue
-        noise = job.step_noise(shape, i) if i in noisy else None
+        noise = job.noise(shape, i) if i in noisy else None
         # the policy's replay calls this same function; without noise it is an Euler step
         step = sde_step(
             x,

@@ -97,6 +97,10 @@ class PolicyRollout:
             branching=c.branching,
         )
         drawn = self.draw(job, local, each)
+        std = 0.0
+        if self.window:
+            reach = window_reach(c.num_inference_steps, c.sde_window_range)
+            std = typical_std(schedule.levels, reach, noise_level=c.noise_level, sde_type=c.sde_type)
         # a replay needs only the latents of the window; keeping those of all steps would fill the memory
         first = window.start
         trace = FlowTrace(
@@ -107,7 +111,7 @@ class PolicyRollout:
             sigmas=schedule.sigmas[first : window.stop + 1],
             timesteps=schedule.timesteps[first : window.stop],
             sigma_max=schedule.levels[1],
-            typical_std=self.typical_std(schedule),
+            typical_std=std,
             trained=torch.tensor(trained, dtype=torch.long, device=self.world.device) - first,
             embeds=embeds,
             prompt_index=rows,
@@ -208,14 +212,6 @@ class PolicyRollout:
 
     def close(self) -> None:
         """Do nothing: this rollout runs nothing in the background."""
-
-    def typical_std(self, schedule: Schedule) -> float:
-        """See FlowTrace."""
-        c = self.config
-        if not self.window:
-            return 0.0
-        reach = window_reach(c.num_inference_steps, c.sde_window_range)
-        return typical_std(schedule.levels, reach, noise_level=c.noise_level, sde_type=c.sde_type)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """Sample rollout.val.n images per prompt, prompt by prompt, with `val_sampler`.

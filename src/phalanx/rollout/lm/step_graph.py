@@ -30,11 +30,9 @@ class _OnDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, name = func(*args, **kwargs or {}), func._schema.name.rpartition("::")[2]
         used = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        masks = False
         if name.startswith(("index", "_index")):
-            chosen = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
-            masks = any(leaf.dtype == torch.bool for leaf in chosen)
-        else:
-            masks = False
+            masks = any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1]))
         if name in WAITING or masks or any(leaf.device.type != "cuda" and leaf.dim() for leaf in used):
             raise CannotCapture(f"{name} waits for the host")
         return out
