@@ -21,17 +21,12 @@ from phalanx.types import Outputs, Prompt
 log = logging.getLogger(__name__)
 
 
-def raise_stopped(signal: int) -> None:
-    """Raise Stopped: the default reaction to a signal to stop."""
-    raise Stopped(signal)
-
-
 class RewardClient:
     """Submits samples to the rewards and collects their scores, in step on all ranks of a world.
 
     reward_set: None if the configuration has no rewards, or if other ranks sample.
     noun: the plural noun for samples in messages.
-    on_stop: called on all ranks at once after any of them has received a signal to stop.
+    on_stop: called on all ranks at once after any of them has received a signal to stop; None: Stopped is raised.
     judged: maps a prompt to the prompt that its samples are scored with; None: the same prompt.
     forgives: whether samples may lack a score; `take_errors` has their number.
     has_judges: whether `ask` must be called between `submit` and `collect`.
@@ -47,7 +42,7 @@ class RewardClient:
         reward_set: RewardSet | None,
         timers: Timers,
         noun: str,
-        on_stop: Callable[[int], None] = raise_stopped,
+        on_stop: Callable[[int], None] | None = None,
         judged: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
@@ -180,6 +175,8 @@ class RewardClient:
         if message is not None:
             raise RewardError(message) from failure
         if stop:
+            if self.on_stop is None:
+                raise Stopped(stop)
             self.on_stop(stop)
 
 

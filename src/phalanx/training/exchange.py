@@ -90,8 +90,11 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
     for name in ("log_prob", "mask", "weight", "action_reward"):
         if name in tensors:
             tensors[name] = tensors[name].to(device)
+    prompts = []
+    for group, told in plain_values["groups"]:
+        prompts.append(replace(known[group], told=told if isinstance(told, str) else tuple(told)))
     samples = Samples(
-        prompts=[_told(known[group], told) for group, told in plain_values["groups"]],
+        prompts=prompts,
         outputs=[],
         trace=kind(**values),
         exact=plain_values["exact"],
@@ -102,10 +105,6 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
     for name, count in plain_values["counts"].items():
         row[name] = Mean(row[name], count)
     return Collected(samples, reward, row, pending), plain_values["stop"]
-
-
-def _told(prompt: Prompt, told: list[int] | str) -> Prompt:
-    return replace(prompt, told=told if isinstance(told, str) else tuple(told))
 
 
 def concatenate(parts: Sequence[Collected]) -> Collected:

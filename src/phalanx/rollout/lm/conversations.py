@@ -57,9 +57,6 @@ class Conversed(Drawn):
         return sum(self.sampled)
 
 
-_Prompt = tuple[list[int], Any, list[Message]]
-
-
 @dataclass(eq=False)
 class Talk:
     """A conversation in progress; `messages` include those of the prompt, to which reset has `added` some."""
@@ -180,7 +177,7 @@ class Talks:
     def _kind(self, prompt: Prompt) -> tuple[TurnRenderer, Parser]:
         return self._renderers[None if None in self._renderers else prompt.meta[COLUMN]]
 
-    def read(self, prompt: Prompt, added: list[Message], known: dict[Any, Any]) -> _Prompt:
+    def read(self, prompt: Prompt, added: list[Message], known: dict[Any, Any]) -> tuple[list[int], Any, list[Message]]:
         """The tokens, the images and the messages of a prompt to which reset has `added` some; `known`: what has been
         read.
         """

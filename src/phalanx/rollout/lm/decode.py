@@ -11,18 +11,8 @@ from torch.nn.functional import pad
 from phalanx.functional.scores import row_chunks
 from phalanx.functional.tokens import FAR
 from phalanx.functional.tokens import Decoding as Decoding
-from phalanx.types import JobError
 
 PART = 256  # tokens whose probabilities are summed first, so that only these sums and one part need float64
-
-
-def check_finite(finite: Tensor) -> None:
-    """Raise JobError unless `finite`, a bool tensor: whether all logits of the rollout were finite."""
-    if not finite:
-        raise JobError(
-            "model.path: the model's logits contain NaN or infinity during decoding, because activations overflow; try "
-            "the dtype float32 or, if earlier steps had finite logits, a lower learning rate"
-        )
 
 
 def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:

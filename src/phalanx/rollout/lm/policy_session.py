@@ -16,9 +16,10 @@ from transformers import DynamicCache
 
 from phalanx.functional.tokens import left_padded
 from phalanx.models.lm.kv_rows import CACHE, Columns, KVRows, States, states_of
-from phalanx.rollout.lm.decode import Decoding, check_finite, draw, drawn_log_prob
+from phalanx.rollout.lm.decode import Decoding, draw, drawn_log_prob
 from phalanx.rollout.lm.session import Request
 from phalanx.rollout.lm.step_graph import StepGraphs
+from phalanx.types import JobError
 
 # takes ids and lengths of left-padded prompts, and their images; returns arguments of the pass, and next positions
 Prefill = Callable[[Tensor, list[int], list[Any]], tuple[dict[str, Any], list[int]]]
@@ -138,7 +139,11 @@ class PolicySession:
         """See Session."""
         finite = self._finite
         self.close_rows()
-        check_finite(finite)
+        if not finite:
+            raise JobError(
+                "model.path: the model's logits contain NaN or infinity during decoding, because activations overflow; "
+                "try the dtype float32 or, if earlier steps had finite logits, a lower learning rate"
+            )
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
