@@ -86,15 +86,12 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return total / max(sum(weights), 1)
 
 
-def token_metrics(
-    lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int | None = None
-) -> dict[str, float]:
+def token_metrics(lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int) -> dict[str, float]:
     """perf/... metrics of samples that are made of tokens: the number of tokens, and the throughput of each phase per
     rank. `lengths` [B, 3]: see phalanx.types.Samples; `trained`: this rank's tokens in the update. `ranks`: number of
-    ranks of all roles; None: that of this group.
+    ranks of all roles.
     """
-    ranks, here = ranks or dist.get_world_size(), dist.get_world_size()
-    local, trained = trained, reduce_int(trained, "sum")
+    here, local, trained = dist.get_world_size(), trained, reduce_int(trained, "sum")
     total, drawn = reduce_int(int(lengths[:, :2].sum()), "sum"), reduce_int(int(lengths[:, 2].sum()), "sum")
     row = {
         "perf/total_num_tokens": float(total),
