@@ -86,7 +86,9 @@ class Algorithm(ForwardAlgorithm):
         stats: Metrics = {}
         if self.config.clip_ratio is not None:
             old_error = mean_square(batch.reference_outputs["policy"] - target)
-            beyond = _outside_clip(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
+            # outside the clip range, in the direction of the advantage
+            ratio, better = torch.exp(old_error - error.detach()), batch.advantage[:, None] > 0
+            beyond = torch.where(better, ratio > 1 + self.config.clip_ratio, ratio < 1 - self.config.clip_ratio)
             error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), Metric(beyond, where=batch.mask)
         # [B, W] -> [G, n, W]: the images of a group are consecutive rows
         groups = (len(batch.weight), -1)
@@ -102,12 +104,6 @@ class Algorithm(ForwardAlgorithm):
             distance = mean_of_known(mean_square(velocity - reference).unflatten(0, groups), known.unflatten(0, groups))
             loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance
         return loss, stats | preferred
-
-
-def _outside_clip(log_ratio: Tensor, advantage: Tensor, clip_ratio: float) -> Tensor:
-    """[B, W] bool: log-ratios [B, W] outside the clip range, in the direction of the advantage [B]."""
-    ratio, better = torch.exp(log_ratio), advantage[:, None] > 0
-    return torch.where(better, ratio > 1 + clip_ratio, ratio < 1 - clip_ratio)
 
 
 def _share_noise(batch: FlowBatch) -> FlowBatch:
