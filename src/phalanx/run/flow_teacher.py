@@ -129,7 +129,7 @@ def load_teacher(
 
 def _are_equal(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
     """Whether two lists of modules have equal tensors up to the tolerance; on the meta device, equal shapes."""
-    states = [[module.state_dict() for module in modules] for modules in (some, others)]
+    states = nn.ModuleList(some).state_dict(), nn.ModuleList(others).state_dict()
     try:
         torch.testing.assert_close(*states, rtol=rtol, atol=atol, check_device=False, check_dtype=False)
     except AssertionError:

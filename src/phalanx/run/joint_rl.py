@@ -173,16 +173,12 @@ class JointValidator(Validator):
         kept: Records = {}
         for data, prompts in self.val_sets.items():
             rewritten = self._rewritten_prompts(prompts) if set(self.kinds) - {"original"} else prompts
-            texts = {
-                "original": [prompt.text for prompt in prompts],
-                "rewritten": [prompt.text for prompt in rewritten],
-                "swapped": [prompt.text for prompt in (*rewritten[1:], rewritten[0])],
-            }
+            sources = {"original": prompts, "rewritten": rewritten, "swapped": [*rewritten[1:], rewritten[0]]}
             for kind in self.kinds:
                 name = f"{data}_{kind}"
-                shown = [
-                    self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
-                ]
+                shown = []
+                for prompt, source in zip(prompts, sources[kind], strict=True):
+                    shown.append(self.rewriter.prompt(prompt, source.text, prompt.group_id))
                 with reported_by(vars(self.parts[PAINTER].cfg), JobError, JobError):
                     metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
                 row |= metrics
