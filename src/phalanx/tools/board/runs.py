@@ -122,14 +122,15 @@ class Beats:
     def __init__(self) -> None:
         self._beats: dict[Path, tuple[dict[str, Any], float]] = {}
 
-    def state(self, folder: Path, silence_s: float = SILENCE_S) -> str:
-        """The state of a run as it is known now: dead if no call has seen a heartbeat for `silence_s`."""
+    def state(self, folder: Path, silence_s: float | None = None) -> str:
+        """The state of a run as it is known now: dead if no call has seen a heartbeat for `silence_s`, or SILENCE_S."""
         job, now = read_json(folder, RUNNING_FILE), time.monotonic()
         if job is None:
             return ended(folder)
         if folder not in self._beats or job != self._beats[folder][0]:
             self._beats[folder] = job, now
-        return LIVING if now - self._beats[folder][1] < silence_s else DEAD
+        silent_s = now - self._beats[folder][1]
+        return LIVING if silent_s < (SILENCE_S if silence_s is None else silence_s) else DEAD
 
     def states(self, folders: Iterable[Path]) -> dict[Path, str]:
         """The state of each run as it is known now."""
