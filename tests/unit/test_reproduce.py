@@ -59,6 +59,15 @@ def test_equal_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"equal to the last bit ({STEPS} steps, ")
 
 
+def test_a_checkpoint_that_was_not_renamed_is_none(runs: Path, tmp_path: Path) -> None:
+    """The job ended between its last file and the rename."""
+    for name in ("one", "again"):
+        shutil.copytree(runs / name, tmp_path / name)
+        checkpoints = tmp_path / name / "checkpoints"
+        shutil.copytree(checkpoints / f"step_{STEPS:06d}", checkpoints / f"step_{STEPS + 1:06d}.tmp")
+    assert compare_runs(tmp_path / "one", tmp_path / "again").checkpoint == STEPS
+
+
 def test_other_ranks_are_within_rounding(runs: Path) -> None:
     result = compare_runs(runs / "one", runs / "two")
     assert result.settings == ["ranks:", "  world: 1 and 2"]

@@ -266,7 +266,7 @@ class Checkpointer:
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
-        finished = [f for f in sorted(self.root.glob("step_*")) if f.suffix != ".tmp" and complete(f) is None]
+        finished = [f for f in sorted(self.root.glob("step_*")) if complete(f) is None]
         best = best_checkpoint(self.root)
         if best == final:
             log.info("%s is the best checkpoint: %s is %.4g", final, *itemgetter("metric", "value")(meta[JUDGED]))

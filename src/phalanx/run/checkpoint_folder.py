@@ -24,6 +24,8 @@ JUDGED = "keep_best"  # key of a meta.json: the metric and mode of trainer.keep_
 
 def complete(folder: Path) -> str | None:
     """Describe what is wrong with a checkpoint folder, without reading the tensors (see `damaged`); None if nothing."""
+    if folder.suffix == ".tmp":  # its name until it is whole
+        return "it was never finished"
     try:
         meta = read_meta(folder)
         for name, (size, _) in meta["files"].items():
@@ -87,7 +89,7 @@ def find(root: Path, without: Collection[Path] = ()) -> Path | None:
     for folder in sorted(root.glob("step_*"), reverse=True):
         if not folder.is_dir() or folder in without:
             continue
-        problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
+        problem = complete(folder)
         if problem is None:
             return folder
         log.warning("checkpoint %s is skipped: %s", folder, problem)
@@ -100,7 +102,7 @@ def best_checkpoint(root: Path) -> Path | None:
     """
     by, best, chosen = None, 0.0, None
     for folder in sorted(root.glob("step_*"), reverse=True):
-        if folder.suffix == ".tmp" or complete(folder) is not None:
+        if complete(folder) is not None:
             continue
         try:
             judged = dict(read_meta(folder).get(JUDGED) or {})

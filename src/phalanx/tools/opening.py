@@ -36,7 +36,7 @@ def _locate_checkpoint(given: str) -> Path:
             f"checkpoint: {given!r} is neither a run's output_dir, with a folder checkpoints in it, nor a checkpoint, "
             "a folder step_NNNNNN"
         )
-    problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
+    problem = complete(folder)
     if problem is not None:
         raise ValueError(f"checkpoint: {given!r} cannot be used: {problem}")
     return folder.resolve()
