@@ -206,7 +206,8 @@ def test_a_model_without_the_interface_is_seen_at_load() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Qwen3Config(num_attention_heads=3, num_key_value_heads=3), "does not divide the model's 3 attention heads"),
+        (Qwen3Config(num_attention_heads=3, num_key_value_heads=3),
+         "does not divide the model's 3 attention heads; nearest that does: 1 or 3"),
         (Qwen3Config(layer_types=["linear_attention"], num_hidden_layers=1),
          "needs layers of attention, and qwen3 has others (linear_attention); set it to 1"),
         (Qwen3Config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
