@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -94,8 +95,8 @@ def choose_once(cfg: RunConfig, name: str, given: str | None, choose: Callable[[
 def build_rewards(
     cfg: RunConfig,
     world: World,
-    rows: Sequence[Prompt],
-    val_sets: Mapping[str, list[Prompt]],
+    rows: Sequence[Prompt] = (),
+    val_sets: Mapping[str, list[Prompt]] = MappingProxyType({}),
     *,
     outputs: str = "images",
     gradients: bool = False,
