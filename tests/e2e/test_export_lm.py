@@ -104,6 +104,8 @@ def test_all_weights(trained: Runs, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).chat_template == AutoTokenizer.from_pretrained(run.base).chat_template
     for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (folder / file).read_bytes() == (run.base / file).read_bytes()
+    readable = {(folder / file).stat().st_mode for file in ("model.safetensors", "config.json")}
+    assert len(readable) == 1  # others may read the weights as the rest
     half = export(tmp_path / "half", run.folder, "dtype=bfloat16")
     assert {t.dtype for t in load_file(half / "model.safetensors").values()} == {torch.bfloat16}
     settings = json.loads((half / "config.json").read_text())

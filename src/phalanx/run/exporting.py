@@ -183,6 +183,8 @@ class Exporter:
             self.family.export_model(part, self.model, self.base)
         if describe is not None:
             describe(part)
+        for file in part.rglob("*.safetensors"):  # safetensors 0.8 lets only their owner read them
+            file.chmod(part.stat().st_mode & 0o666)
         part.rename(folder)
 
     def _write_lora(self, folder: Path) -> None:
