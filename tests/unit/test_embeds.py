@@ -55,6 +55,8 @@ def test_the_disk_gives_back_the_same_bits(tmp_path: Path, dtype: torch.dtype) -
     assert same(read[0], written[2]) and same(read[1], written[0]) and same(read[2], written[1])
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert len(files) == 4 and {p.suffix for p in files} == {".safetensors"}  # no half-written ones are left
+    (tmp_path / "plain").touch()
+    assert {p.stat().st_mode for p in files} == {(tmp_path / "plain").stat().st_mode}  # a team may share the folder
 
 
 def test_another_model_has_other_embeddings(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -146,7 +146,8 @@ class EmbedsCache:
         file.parent.mkdir(parents=True, exist_ok=True)
         # ranks may write the same prompt at the same time, so each writes its own file and renames it
         part = file.with_suffix(f".{uuid.uuid4().hex}.part")
-        save_file({name: t.contiguous() for name, t in embeds.items()}, part)
+        # not by save_file, whose files only their owner can read
+        part.write_bytes(save({name: t.contiguous() for name, t in embeds.items()}))
         part.replace(file)
 
     def _cache_file(self, text: Hashable) -> Path | None:
