@@ -11,7 +11,7 @@ from phalanx.config.secrets import hide
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
-from phalanx.environments.tools import BadCall, accepted, unknown
+from phalanx.environments.tools import BadCall, Tool, accepted, unknown
 from phalanx.environments.turn import CALL, EnvironmentFailure, Message, Turn
 from phalanx.types import copied
 
@@ -167,13 +167,9 @@ class Conversation:
             self.mistakes += 1
             return f"error: {mistake}"
         self.calls += 1
-        number = self._row["sample_seed"], self.calls
-
-        def run() -> Any:
-            CALL.set(number)
-            return tool.run(self._instance, checked)
-
-        outcome = await self._call_environment(tool.name, run, self._tool_text, observe=True)
+        outcome = await self._call_environment(
+            tool.name, self._tool_function(tool, checked), self._tool_text, observe=True
+        )
         if outcome is None:
             return ""
         if outcome.error is not None:
@@ -182,6 +178,22 @@ class Conversation:
             self._record_reward(outcome.value)
             return "\n".join(message["content"] for message in outcome.value.messages)
         return str(outcome.value)
+
+    def _tool_function(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """A function that calls the tool; it is async if the tool is."""
+        call = self._row["sample_seed"], self.calls
+        if not tool.asynchronous:
+
+            def begin() -> Any:
+                CALL.set(call)
+                return tool.run(self._instance, arguments)
+
+            return begin
+
+        async def run() -> Any:
+            return await tool.run(self._instance, arguments)
+
+        return run
 
     def _tool_text(self, value: Any) -> str | Turn:
         most, side = self._cfg.max_observation_length, self._cfg.truncate_side

@@ -107,14 +107,17 @@ class Pool:
         return self._directing.submit(coroutine)
 
     async def call(self, function: Callable[[], Any], convert: Callable[[Any], Any] = lambda value: value) -> Outcome:
-        """Call a function on a thread, and apply `convert` to its result there; the coroutine that an async function
-        returns runs on the event loop.
+        """Call a function on a thread or, if it is async, on the event loop, and apply `convert` to its result there.
+
+        A function that is not async itself may also return a coroutine.
         """
 
         def run() -> Any:
             value = function()
             return value if inspect.iscoroutine(value) else convert(value)
 
+        if inspect.iscoroutinefunction(inspect.unwrap(function)):
+            return await self._call_async(function(), convert)
         outcome = await self._call_on_thread(run)
         if inspect.iscoroutine(outcome.value):
             return await self._call_async(outcome.value, convert)

@@ -39,6 +39,7 @@ class Tool:
     run: Callable[[Any, dict[str, Any]], Any]
     types: Mapping[str, TypeAdapter[Any]]  # of its parameters
     required: frozenset[str]
+    asynchronous: bool = False
 
     def checked(self, arguments: Any) -> dict[str, Any]:
         """The model's arguments, converted to the types of the parameters. Raises BadCall if they are invalid."""
@@ -92,7 +93,7 @@ def schema_of(name: str, description: str, parameters: dict[str, Any]) -> dict[s
     return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
 
 
-def schema_tool(schema: dict[str, Any], run: Callable[..., Any]) -> Tool:
+def schema_tool(schema: dict[str, Any], run: Callable[..., Any], *, asynchronous: bool = False) -> Tool:
     """A tool with a given schema; arguments are checked against the types that it allows."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
@@ -100,7 +101,7 @@ def schema_tool(schema: dict[str, Any], run: Callable[..., Any]) -> Tool:
     for name, allowed in parameter_types(parameters).named.items():
         types[name] = TypeAdapter[Any](_python_type(allowed), config=_LENIENT)
     required = frozenset(parameters.get("required") or ())
-    return Tool(function["name"], schema, run, types, required)
+    return Tool(function["name"], schema, run, types, required, asynchronous)
 
 
 def _python_type(allowed: frozenset[str]) -> Any:
@@ -162,5 +163,6 @@ def _make_tool(function: Callable[..., Any], name: str, label: str, key: str, ru
         raise ConfigError(f"{key}: the tool {label}: {reason(error)}") from None
     empty = inspect.Parameter.empty
     required = frozenset(each for each, parameter in parameters.items() if parameter.default is empty)
+    asynchronous = inspect.iscoroutinefunction(inspect.unwrap(function))
     schema["function"].pop("return", None)  # the description of the result, which no template shows
-    return Tool(name, schema, run, types, required)
+    return Tool(name, schema, run, types, required, asynchronous)

@@ -177,7 +177,9 @@ def _server_tools(server: Any, number: int) -> Iterator[Tool]:
         name = vars(function.__func__)["tool_name"] or function.__name__
         full_name = f"{server.server_name}_{name}" if server.server_name else name
         schema = schema_of(full_name, inspect.getdoc(function) or "", TypeAdapter(function).json_schema())
-        tool = schema_tool(schema, functools.partial(Episode.call, server=number, name=function.__name__))
+        asynchronous = inspect.iscoroutinefunction(function)
+        run = functools.partial(Episode.call, server=number, name=function.__name__)
+        tool = schema_tool(schema, run, asynchronous=asynchronous)
         hints = typing.get_type_hints(function)
         types = {name: lenient(hints[name]) if name in hints else kind for name, kind in tool.types.items()}
         yield replace(tool, types=types)

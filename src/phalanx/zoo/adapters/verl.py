@@ -119,7 +119,7 @@ def load(path: str) -> Kind:
         if name in tools:
             raise ConfigError(f"{key}: two tools are named {name!r}; rename one of them")
         tools[name] = tool
-        callables[name] = schema_tool(schema, functools.partial(VerlTools.execute, name=name))
+        callables[name] = schema_tool(schema, functools.partial(VerlTools.execute, name=name), asynchronous=True)
     return Kind(KEY, lambda: VerlTools(tools), callables, frozenset({"reset", "get_reward", "close"}))
 
 
