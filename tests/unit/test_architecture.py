@@ -109,7 +109,7 @@ MOST_OF_A_KIND = 8
 MAX_LINES = 400
 MAX_TEST_LINES = 500
 # Of all modules of a ring. What a change adds for a new capability is worth a larger number here; its commit says so.
-MOST_LINES = {"tools": 12_850, "run": 10_720, "zoo": 7_320, "core": 33_360}
+MOST_LINES = {"tools": 12_850, "run": 10_720, "zoo": 7_320, "core": 33_380}
 
 # What a distribution is imported as, where the names differ.
 IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "huggingface-hub": "huggingface_hub", "mlflow-skinny": "mlflow"}
