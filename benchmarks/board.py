@@ -8,8 +8,8 @@ Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<re
 for those of another processor: configuration, versions, processor, digests of the files that it read, metrics, digests
 of the final weights, and the curve over samples and CPU seconds. The teacher of a recipe is the model of the first
 recipe with seed 0, which stands beside the rows. The tables of docs/leaderboard.md are made from all rows: one for each
-processor, since neither bits nor CPU seconds are those of another one. Until each recipe of a comparison has rows, a
-table of its results follows.
+processor, since neither bits nor CPU seconds are those of another one; the table and the curves on a comparison's own
+page from those of the processor that has most. Recipes of a comparison that is not yet `board` follow without digests.
 """
 
 import argparse
@@ -18,11 +18,13 @@ import importlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate, pairwise, product
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import yaml
-from learning import ROOT, Run, Subject, difference, insert, slug, task, trained, with_interval
+from learning import ROOT, Run, Subject, curves, difference, insert, remembered, slug, task, trained, with_interval
+from learning import table as own_table
 
 from phalanx.run.provenance import read_provenance
 from phalanx.tools.reproduce.rows import write_row
@@ -31,6 +33,7 @@ BOARD = ROOT / "benchmarks" / "board"
 PAGE = ROOT / "docs" / "leaderboard.md"
 TITLES = {"learn": "Images", "learn_lm": "Text", "learn_tools": "Tools", "learn_bd": "Block diffusion"}
 SEEDS = [0, 1, 2, 3, 4]
+MARGIN = 0.15  # by which CPU seconds of equal work differ between runs of a shared machine
 
 
 def subject_of(name: str) -> Subject:
@@ -56,18 +59,22 @@ def read_recipes(subject: Subject) -> dict[str, list[str]]:
     return recipes
 
 
-def train_row(
-    subject: Subject, name: str, recipe: list[str], seed: int, label: str = "", *, timed: bool = True
-) -> None:
-    """Train a recipe unless its row exists, and write the row. timed: its CPU seconds may be compared with others."""
+def output_of(subject: Subject) -> Path:
+    """The folder of a comparison's runs."""
+    output = ROOT / "outputs" / "board" / subject.name
+    output.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+def train_row(subject: Subject, name: str, recipe: list[str], seed: int, label: str = "") -> None:
+    """Train a recipe unless its row exists, and write the row."""
     row = BOARD / subject.name / f"{slug(name)}-{seed}{label}"
     if (row / "result.json").is_file():
         return
-    output = ROOT / "outputs" / "board" / subject.name
-    output.mkdir(parents=True, exist_ok=True)
+    output = output_of(subject)
     result = trained(subject, output, name, recipe, seed, subject.steps)
     write_row(output / f"{slug(name)}-{seed}", row)
-    (row / "result.json").write_text(json.dumps(result | {"timed": timed}) + "\n")
+    (row / "result.json").write_text(json.dumps(result) + "\n")
 
 
 def read_rows(subject: Subject) -> dict[str, list[Run]]:
@@ -88,15 +95,11 @@ def digest_row(row: Path) -> str:
 
 
 def least_seconds(runs: list[Run]) -> list[float]:
-    """The CPU seconds at each validation of a recipe, whose runs all do the same work: between two of them those of the
-    run that took least, since other work on the machine adds to them.
+    """The CPU seconds of training steps at each validation of a recipe: those of its run that took least, since other
+    work on the machine adds to them, spread evenly over the steps.
     """
-    spans: list[list[float]] = []
-    for run in runs:
-        after = [seconds for _, _, seconds in run["curve"]]
-        spans.append([0.0, *(b - a for a, b in pairwise(after))])
-    longest = max(map(len, spans))
-    return list(accumulate(min(span[i] for span in spans if i < len(span)) for i in range(longest)))
+    least = min(run["curve"][-1][2] for run in runs)
+    return [least * step / runs[0]["steps"] for step, _, _ in runs[0]["curve"]]
 
 
 def value_at(curve: list[list[float]], after: list[float], seconds: float) -> float:
@@ -120,6 +123,25 @@ def by_processor(rows: dict[str, list[Run]]) -> dict[str, dict[str, list[Run]]]:
             place = f"{processor}, {start['processor']['instructions']}; {versions}"
             groups.setdefault(place, {}).setdefault(name, []).append(run)
     return groups
+
+
+def base_of(subject: Subject) -> dict[str, float]:
+    """The scores of a comparison's base model, which are kept beside its rows."""
+    return remembered(BOARD / subject.name / "base.json", partial(subject.base, output_of(subject)))
+
+
+def shown_runs(subject: Subject) -> list[Run]:
+    """The runs on a comparison's own page: those of the processor that has most rows, each with the CPU seconds of its
+    recipe.
+    """
+    places = by_processor(read_rows(subject)).values()
+    shown = list[Run]()
+    for runs in max(places, key=lambda rows: sum(map(len, rows.values()))).values():
+        after = least_seconds(runs)
+        for run in runs:
+            curve = [[step, score, at] for (step, score, _), at in zip(run["curve"], after, strict=True)]
+            shown.append(run | {"curve": curve})
+    return shown
 
 
 def tables() -> list[str]:
@@ -151,61 +173,48 @@ def divided(columns: list[str]) -> list[str]:
 
 
 def without_digests(subject: Subject) -> list[str]:
-    """All recipes of a comparison, from the runs of its own results, of which only the curves are kept; nothing if each
-    recipe has rows.
+    """The recipes of a comparison that have no rows, and the first, from the runs of its own results, of which only the
+    curves are kept.
     """
-    rows: dict[str, list[Run]] = {}
+    if subject.board:
+        return []
+    known, rows = read_rows(subject), dict[str, list[Run]]()
     for run in json.loads(subject.results.read_text())["runs"]:
-        rows.setdefault(run["name"], []).append(run)
-    if rows.keys() <= read_rows(subject).keys():
+        if not rows or run["name"] in rows or run["name"] not in known:
+            rows.setdefault(run["name"], []).append(run)
+    if len(rows) == 1:
         return []
     title = f"### {TITLES[subject.name]}"
     lines = [f"|{'|'.join(cells)}|" for cells in compared(subject, rows).values()]
     return [title, "", *divided(head(subject, rows)), *lines, ""]
 
 
-def until(rows: dict[str, list[Run]]) -> float:
-    """The CPU seconds at which recipes are compared: those of the first one."""
-    return least_seconds(next(iter(rows.values())))[-1]
-
-
-def timed(rows: dict[str, list[Run]]) -> bool:
-    """Whether nothing ran beside these runs, so that their CPU seconds can be compared."""
-    return all(run.get("timed", True) for runs in rows.values() for run in runs)
-
-
 def head(subject: Subject, rows: dict[str, list[Run]]) -> list[str]:
     """The columns of what `compared` returns."""
-    steps = next(iter(rows.values()))[0]["steps"]
-    samples = f"{subject.scale}, {steps * subject.samples} {subject.noun}"
-    columns = ["recipe", samples, f"difference from `{next(iter(rows))}`"]
-    return [*columns, f"at {until(rows):.0f} CPU seconds", "difference"] if timed(rows) else columns
+    first, runs = next(iter(rows.items()))
+    samples = f"{subject.scale}, {runs[0]['steps'] * subject.samples} {subject.noun}"
+    columns = ["recipe", samples, f"difference from `{first}`"]
+    return [*columns, f"at {least_seconds(runs)[-1]:.0f} CPU seconds", "difference"]
 
 
 def compared(subject: Subject, rows: dict[str, list[Run]]) -> dict[str, list[str]]:
-    """By recipe its name, and held-out scores at equal samples and, if they are timed, at equal CPU seconds, each with
-    the difference from the first recipe; * marks those that ended before so many seconds.
+    """By recipe its name, and held-out scores at equal samples and at equal CPU seconds, each with the difference from
+    the first recipe; * marks those that ended before so many seconds.
     """
-    first, seconds = next(iter(rows)), until(rows)
-    key = (subject.compared or tuple(subject.spreads))[0]
+    first = next(iter(rows.values()))
+    key, until = (subject.compared or tuple(subject.spreads))[0], least_seconds(first)[-1]
     table = {}
     for name, runs in rows.items():
-        table[name] = [f"`{name}`", *against(runs, rows[first], key, scored=True)]
-        if timed(rows):
-            after = least_seconds(runs)
+        after, whole, tied = least_seconds(runs), difference(runs, first, key), False
+        for share in (1 - MARGIN, 1 + MARGIN, 1):
             for run in runs:  # those of the first recipe come first
-                run["after"]["early"] = value_at(run["curve"], after, seconds)
-            score, apart = against(runs, rows[first], "early", scored=False)
-            table[name] += [score + "*" * (after[-1] < seconds), apart]
+                run["after"]["early"] = value_at(run["curve"], after, until * share)
+            early = difference(runs, first, "early", scored=False)
+            tied |= not early.told_apart
+        apart = [str(whole), f"{early}{' ≈' * (tied and early.told_apart)}"] if runs is not first else ["", ""]
+        scores = [with_interval([run["after"][name] for run in runs]) for name in (key, "early")]
+        table[name] = [f"`{name}`", scores[0], apart[0], f"{scores[1]}{'*' * (after[-1] < until)}", apart[1]]
     return table
-
-
-def against(runs: list[Run], first: list[Run], key: str, *, scored: bool) -> list[str]:
-    """The mean of a score with its interval, and the difference from the first recipe, empty for that one."""
-    apart = difference(runs, first, key, scored=scored)
-    shown = str(replace(apart, prompts=None)).removesuffix(" ≈").replace(" ± ", "±") + " ≈" * (not apart.told_apart)
-    score = with_interval([run["after"][key] for run in runs]).replace(" ± ", "±")
-    return [score, "" if runs is first else shown]
 
 
 def main() -> None:
@@ -215,7 +224,6 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", help="recipes of the comparison (its first)")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--label", default="", help="the end of new rows' names, such as -epyc")
-    parser.add_argument("--untimed", action="store_true", help="other work runs beside, so that seconds do not count")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each on one CPU core (2)")
     args = parser.parse_args()
     if args.comparison:
@@ -227,13 +235,16 @@ def main() -> None:
             parser.error(f"unknown recipe {unknown[0]!r}; known: {', '.join(recipes)}")
         with ThreadPoolExecutor(args.jobs) as pool:
             runs = product(args.seeds, names)
-            timed = not args.untimed
-            jobs = [
-                pool.submit(train_row, subject, name, recipes[name], seed, args.label, timed=timed)
-                for seed, name in runs
-            ]
+            jobs = [pool.submit(train_row, subject, name, recipes[name], seed, args.label) for seed, name in runs]
             for job in jobs:
                 job.result()
+    docs = ROOT / "docs"
+    for subject in map(subject_of, TITLES):
+        if subject.board:
+            runs = shown_runs(subject)
+            insert(docs / subject.page, subject.mark, own_table(subject, base_of(subject), runs))
+            if subject.picture:
+                curves(subject, runs, docs / "images" / subject.picture)
     insert(PAGE, "recipes", [line for name in TITLES for line in without_digests(subject_of(name))])
     insert(PAGE, "board", tables())
 

@@ -2,9 +2,9 @@
 number of samples, over several seeds.
 
     python benchmarks/learn_bd.py
-    python benchmarks/learn_bd.py trace elbo --seeds 0 --steps 20 --no-docs
+    python benchmarks/learn_bd.py trace elbo --seeds 0 --steps 20
 
-As learn_lm.py, with the recipes of learn_bd.yaml; the table and the curves go to docs/block-diffusion.md.
+As learn_lm.py, with the recipes of learn_bd.yaml; the page is docs/block-diffusion.md.
 """
 
 from dataclasses import replace

@@ -2,13 +2,12 @@
 several seeds.
 
     make learn-lm
-    python benchmarks/learn_lm.py grpo cispo --seeds 0 --steps 40 --no-docs
+    python benchmarks/learn_lm.py grpo cispo --seeds 0 --steps 40
 
 Each recipe of learn_lm.yaml is trained on one CPU process, `--jobs` of them concurrently. Training validates greedy
-answers to val.jsonl, on which options are chosen, and to test.jsonl, which is reported. Results go to
-results/learn_lm.json, the table and the curves to docs/language-models.md. Finished runs are not repeated; with
-`--keep`, neither are those in results/learn_lm.json. The teacher of a recipe is the quickstart's model, which is
-trained first.
+answers to val.jsonl, on which options are chosen, and to test.jsonl, which is reported. Finished runs are not repeated.
+The teacher of a recipe is the quickstart's model, which is trained first. The table is printed; that of
+docs/language-models.md and its curves are of the leaderboard's rows (board.py).
 """
 
 from pathlib import Path
@@ -51,6 +50,7 @@ SUBJECT = Subject(
     steps=120,
     test_freq=10,
     target=0.8,
+    board=True,
     spreads={"test": "test", "val": "val"},
     base=base,
     after=after,

@@ -21,6 +21,7 @@ SUBJECT = replace(
     picture="learning_roles.png",
     steps=60,
     ranks=2,
+    board=False,
 )
 
 if __name__ == "__main__":

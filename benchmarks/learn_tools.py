@@ -1,11 +1,11 @@
 """Does a model learn to call a tool, and to call it twice if the second call needs the answer to the first?
 
     make learn-tools
-    python benchmarks/learn_tools.py grpo --seeds 0 --steps 20 --no-docs
+    python benchmarks/learn_tools.py grpo --seeds 0 --steps 20
 
 As learn_lm.py, with the recipes of learn_tools.yaml on the task of the quickstart with tools. The table has the greedy
 answers to test.jsonl and the rewards of the training samples, because greedy decoding changes abruptly when a call
-becomes likelier than a guess. It goes to docs/environments.md.
+becomes likelier than a guess. The page is docs/environments.md.
 """
 
 import statistics
@@ -47,6 +47,7 @@ SUBJECT = Subject(
     steps=60,
     test_freq=20,
     target=0.8,
+    board=True,
     spreads={"test": "test, greedy", "first": "first", "sampled": "last"},
     means={"calls": "calls per sample"},
     base=base,

@@ -1,8 +1,8 @@
 """Shared code of the comparisons of recipes: see learn.py for flow models, and learn_lm.py for language models.
 
 A table has the mean of each recipe over its seeds with Student's 95 % interval, and the difference from the first
-recipe: over pairs of runs with the same seed, and over held-out prompts if both runs have a score for each. A
-difference whose interval contains 0 is marked ≈. With three seeds, the interval extends 2.5 standard deviations
+recipe, over pairs of runs with the same seed. It is marked ≈ if its interval contains 0, or that over held-out prompts
+if both runs have a score for each. With three seeds, the interval extends 2.5 standard deviations
 to either side.
 """
 
@@ -43,6 +43,7 @@ class Subject:
     folder and rows of metrics. The columns of the table (titles by key) are means over the seeds with their intervals
     (`spreads`), or only means (`means`).
 
+    `board`: the table and picture are those of the rows in benchmarks/board, which board.py writes; `main` only prints.
     `compared`: the keys by which recipes are compared with the first one, in pairs of runs with the same seed; by
     default the first of `spreads`. `scores(folder)`: a finished run's scores of the held-out prompts, by the first
     compared key. `seeds`: the configuration keys that are set to a run's seed. A name in braces in a recipe or in
@@ -69,6 +70,7 @@ class Subject:
     picture: str = ""
     target: float | None = None
     ranks: int = 1  # CPU processes of a run
+    board: bool = False
     compared: tuple[str, ...] = ()
     scores: Callable[[Path], list[float]] | None = None  # None: the scores of the last validation
     seeds: tuple[str, ...] = ("trainer.seed",)
@@ -82,7 +84,7 @@ class Subject:
 
 
 def main(subject: Subject, description: str | None) -> None:
-    """Train the missing runs, then write the table and the curves."""
+    """Train the missing runs, then print the table, and write it and the curves unless they are the board's."""
     recipes: dict[str, list[str]] = yaml.safe_load((ROOT / "benchmarks" / f"{subject.name}.yaml").read_text())
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"recipes of {subject.name}.yaml (all)")
@@ -95,9 +97,11 @@ def main(subject: Subject, description: str | None) -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each on one CPU core (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / subject.name)
-    parser.add_argument("--keep", action="store_true", help=f"reuse the results in results/{subject.name}.json")
     parser.add_argument("--no-training", action="store_true", help="use only runs that have results")
-    parser.add_argument("--no-docs", action="store_true", help="print the table, write no results, table or picture")
+    parser.set_defaults(keep=False, no_docs=subject.board)
+    if not subject.board:
+        parser.add_argument("--keep", action="store_true", help=f"reuse the results in results/{subject.name}.json")
+        parser.add_argument("--no-docs", action="store_true", help="print the table, write no results or docs")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(recipes))
     if unknown:
@@ -318,8 +322,6 @@ class Difference:
         text = f"{self.seeds.value:+.3f}"
         if self.seeds.high is not None:
             text += f"±{self.seeds.high - self.seeds.value:.3f}"
-        if self.prompts is not None and self.prompts.low is not None:
-            text += f"; of prompts {self.prompts.low:+.3f} to {self.prompts.high:+.3f}"
         return text if self.told_apart else f"{text} ≈"
 
 
