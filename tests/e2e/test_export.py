@@ -219,6 +219,8 @@ def test_whole_folder(name: str, trained: Runs, tmp_path: Path) -> None:
         file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and not same(file, folder, run.base)
     }
     assert {path.parts[0] for path in changed} == {"README.md", "curves.png", "transformer"}
+    config = json.loads((folder / "transformer/config.json").read_text())
+    assert config["_name_or_path"] == run.base.name  # not where it was on this machine
 
 
 def same(file: Path, folder: Path, other: Path) -> bool:

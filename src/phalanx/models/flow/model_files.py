@@ -111,4 +111,5 @@ class ModelFiles:
             if name not in parts:
                 shutil.copytree(base / name, folder / name, copy_function=shutil.copyfile)
         for name, part in parts.items():
+            part.register_to_config(_name_or_path=Path(config.path).name)  # and not where it is on this machine
             part.save_pretrained(folder / name)
