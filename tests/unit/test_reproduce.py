@@ -1,6 +1,7 @@
 """phalanx diff, rerun and verify: on runs of the tiny language model, and on folders that are made by hand."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -410,3 +411,6 @@ def test_the_distance_of_tensors() -> None:
     assert tensor_distance(one, one.clone()) == 0
     assert tensor_distance(one, one + torch.tensor([0.0, 5e-7])) == pytest.approx(1e-7, rel=0.1)
     assert tensor_distance(one, one.bfloat16()) > 0  # equal values in another precision are another result
+    broken = torch.tensor([3.0, math.nan])
+    assert tensor_distance(broken, broken.clone()) == 0
+    assert tensor_distance(one, broken) == tensor_distance(broken, one) == math.inf

@@ -177,8 +177,9 @@ def _compare_rows(result: Comparison, step: int, one: dict[str, Any], other: dic
 
 
 def relative(one: float, other: float) -> float:
-    """The difference relative to the larger of both values."""
-    return abs(one - other) / max(abs(one), abs(other), 1e-30)
+    """The difference relative to the larger of both values, infinite if one of them is not finite."""
+    distance = abs(one - other) / max(abs(one), abs(other), 1e-30)
+    return distance if math.isfinite(distance) else math.inf
 
 
 def describe_settings(one: Path, other: Path) -> list[str]:

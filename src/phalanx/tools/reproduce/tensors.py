@@ -1,5 +1,6 @@
 """The tensors of a checkpoint, read one at a time."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -26,9 +27,12 @@ def read_tensor(checkpoint: Path, name: str, entry: TensorStorageMetadata) -> Te
 
 
 def tensor_distance(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference of two tensors, relative to the larger of both norms; 0.0 only if they are equal."""
-    if one.dtype == other.dtype and torch.equal(one, other):
-        return 0.0
+    """The norm of the difference of two tensors, relative to the larger of both norms; 0.0 only if they are equal, and
+    infinite if a weight is not finite in one of them alone.
+    """
     pair = one.double(), other.double()
+    if one.dtype == other.dtype and torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):
+        return 0.0
     norm = max(float(pair[0].norm()), float(pair[1].norm()), 1e-30)
-    return max(float((pair[0] - pair[1]).norm()) / norm, LEAST)
+    distance = float((pair[0] - pair[1]).norm()) / norm
+    return max(distance, LEAST) if math.isfinite(distance) else math.inf
