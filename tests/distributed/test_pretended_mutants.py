@@ -72,8 +72,21 @@ def test_a_part_alone(name: str) -> None:
     assert run_ranks(faults, 1, None, PARTS[name], None, free_port(), init=False) == [[]]
 
 
+def test_mutants_are_of_the_source() -> None:
+    for mutant in MUTANTS:
+        mutant.sources()
+
+
+# CI takes the mutants of parts alone and one of each whole job
+OFTEN = {mutant.job: mutant for mutant in reversed(MUTANTS)}
+CASES = [
+    pytest.param(mutant, marks=() if mutant.job in PARTS or OFTEN[mutant.job] is mutant else pytest.mark.long)
+    for mutant in MUTANTS
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", CASES, ids=str)
 def test_a_mutant_is_stopped(mutant: Mutant, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if mutant.job in PARTS:
         (stops,) = run_ranks(faults, 1, mutant, PARTS[mutant.job], None, free_port(), init=False)

@@ -24,14 +24,21 @@ class Mutant:
     def __str__(self) -> str:
         return f"{self.job}-{self.module}-{self.old}"
 
+    def sources(self) -> tuple[dict[tuple[str, int], CodeType], dict[tuple[str, int], CodeType]]:
+        """The code of the module's functions, and what it becomes."""
+        path = SOURCE / self.module
+        source = path.read_text()
+        assert self.old in source, f"{self.module} has no {self.old!r}"
+        texts = source, source.replace(self.old, self.new, 1)
+        before, changed = (dict(_codes(compile(text, str(path), "exec"))) for text in texts)
+        assert any(changed[key] != code for key, code in before.items()), f"{self}: no function changes"
+        return before, changed
+
     def apply(self) -> None:
         """Change the functions of this process; lines stay where they are."""
         path = SOURCE / self.module
         importlib.import_module(".".join(("phalanx", *Path(self.module).with_suffix("").parts)))
-        source = path.read_text()
-        assert self.old in source, f"{self.module} has no {self.old!r}"
-        changed = dict(_codes(compile(source.replace(self.old, self.new, 1), str(path), "exec")))
-        before = dict(_codes(compile(source, str(path), "exec")))
+        before, changed = self.sources()
         gc.unfreeze()  # tests freeze what there is before they fork
         count = 0
         for thing in gc.get_objects():
