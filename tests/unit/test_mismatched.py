@@ -36,6 +36,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
     return make
 
 
+@pytest.mark.seldom("Images")
 @pytest.mark.quick("Texts")
 def test_only_what_is_off_differs(job: Job, tmp_path: Path) -> None:
     """An exact engine trains bit for bit as the policy's rollout does, and rescoring removes all of the noise."""
@@ -69,6 +70,7 @@ def drawn(cfg: Any) -> list[Any]:
     return parts
 
 
+@pytest.mark.seldom("Images")
 @pytest.mark.quick("Texts")
 def test_engines_are_off_by_their_name(job: Job) -> None:
     found = {off: run_ranks(drawn, 1, job(off, "rollout.correction=none"))[0] for off in OFFS}

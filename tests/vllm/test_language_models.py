@@ -86,6 +86,7 @@ def stale(cfg: Any) -> dict[str, str]:
     return said
 
 
+@pytest.mark.long
 def test_a_stale_layer_is_no_rounding(smollm2: Path, tmp_path: Path) -> None:
     """In bfloat16 a real model's log-probs differ by more than an update changes them, so weights are compared."""
     short = ("data.max_response_length=4", "rollout.n=2", "rollout.micro_batch_size_per_gpu=2")
