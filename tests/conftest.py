@@ -52,9 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test, _, case = item.nodeid.partition("[")
         case = case.removesuffix("]")
         for name, other in (("quick", "full"), ("seldom", "long")):
-            mark = item.get_closest_marker(name)
+            mark, *others = [*item.iter_markers(name), None]
             if mark is None:
                 continue
+            if any(others):
+                raise pytest.UsageError(f"{test} has two marks `{name}`, of which one would count")
             unknown.setdefault((name, test), set(mark.args)).discard(case)
             if (case in mark.args) == (name == "seldom"):
                 item.add_marker(other)

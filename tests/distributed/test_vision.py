@@ -67,7 +67,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.seldom("trained")
 @pytest.mark.quick("frozen")
 @pytest.mark.seldom("frozen")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])

@@ -36,7 +36,6 @@ def config(*keys: str) -> LMRLConfig:
 
 @pytest.mark.seldom("four passes, each reduced", "four passes", "one pass", "LoRA")
 @pytest.mark.full
-@pytest.mark.seldom("one pass, not resharded", "four passes")
 @pytest.mark.parametrize(
     "keys",
     [

@@ -30,8 +30,11 @@ def tensor_distance(one: Tensor, other: Tensor) -> float:
     """The norm of the difference of two tensors, relative to the larger of both norms; 0.0 only if they are equal, and
     infinite if a weight is not finite in one of them alone.
     """
+    alike = one.dtype == other.dtype
+    if alike and torch.equal(one, other):
+        return 0.0
     pair = one.double(), other.double()
-    if one.dtype == other.dtype and torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):
+    if alike and torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):
         return 0.0
     norm = max(float(pair[0].norm()), float(pair[1].norm()), 1e-30)
     distance = float((pair[0] - pair[1]).norm()) / norm
