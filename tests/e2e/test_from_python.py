@@ -320,12 +320,17 @@ def test_ranks_with_other_rows_are_refused(tmp_path: Path) -> None:
 
 
 STOPPED = """
+from phalanx.run.watchdog import Watch
+from tests.helpers.checks import wait_for
+
 calls = []
 
 def kills(completions, prompts, metadata):
     calls.append(len(completions))
     if sum(calls) > 16:  # in the second step
+        [watch] = [item for item in gc.get_objects() if isinstance(item, Watch)]
         os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: watch.stop)
     return [0.0 for _ in completions]
 
 try:
