@@ -9,7 +9,7 @@ for those of another processor: configuration, versions, processor, digests of t
 of the final weights, and the curve over samples and CPU seconds. The teacher of a recipe is the model of the first
 recipe with seed 0, which stands beside the rows. The tables of docs/leaderboard.md are made from all rows: one for each
 processor, since neither bits nor CPU seconds are those of another one; the table and the curves on a comparison's own
-page from those of the processor that has most. Recipes of a comparison that is not yet `board` follow without digests.
+page from those of the processor that has most.
 """
 
 import argparse
@@ -172,23 +172,6 @@ def divided(columns: list[str]) -> list[str]:
     return [f"|{'|'.join(columns)}|", f"|{'---|' * len(columns)}"]
 
 
-def without_digests(subject: Subject) -> list[str]:
-    """The recipes of a comparison that have no rows, and the first, from the runs of its own results, of which only the
-    curves are kept.
-    """
-    if subject.board:
-        return []
-    known, rows = read_rows(subject), dict[str, list[Run]]()
-    for run in json.loads(subject.results.read_text())["runs"]:
-        if not rows or run["name"] in rows or run["name"] not in known:
-            rows.setdefault(run["name"], []).append(run)
-    if len(rows) == 1:
-        return []
-    title = f"### {TITLES[subject.name]}"
-    lines = [f"|{'|'.join(cells)}|" for cells in compared(subject, rows).values()]
-    return [title, "", *divided(head(subject, rows)), *lines, ""]
-
-
 def head(subject: Subject, rows: dict[str, list[Run]]) -> list[str]:
     """The columns of what `compared` returns."""
     first, runs = next(iter(rows.items()))
@@ -240,12 +223,10 @@ def main() -> None:
                 job.result()
     docs = ROOT / "docs"
     for subject in map(subject_of, TITLES):
-        if subject.board:
-            runs = shown_runs(subject)
-            insert(docs / subject.page, subject.mark, own_table(subject, base_of(subject), runs))
-            if subject.picture:
-                curves(subject, runs, docs / "images" / subject.picture)
-    insert(PAGE, "recipes", [line for name in TITLES for line in without_digests(subject_of(name))])
+        runs = shown_runs(subject)
+        insert(docs / subject.page, subject.mark, own_table(subject, base_of(subject), runs))
+        if subject.picture:
+            curves(subject, runs, docs / "images" / subject.picture)
     insert(PAGE, "board", tables())
 
 

@@ -1,14 +1,13 @@
 """Does each algorithm learn? Measured on the quickstart's task, with the same number of images, over several seeds.
 
     make learn
-    python benchmarks/learn.py flow_grpo diffusion_nft --seeds 0 --steps 25 --no-docs
+    python benchmarks/learn.py flow_grpo diffusion_nft --seeds 0 --steps 25
 
 Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them concurrently, and validated during training;
 its last checkpoint then samples the held-out prompts again with other noise. These images are scored by the OCR that
 training uses, by Tesseract, which no recipe was trained on (its score shows whether a recipe fooled the OCR), and by
-their diversity. Results go to results/learn.json, the table and the curves to docs/algorithms.md. Finished runs are not
-repeated; with `--keep`, neither are those in results/learn.json. The teacher of a recipe is the quickstart's model,
-which is trained first.
+their diversity. Finished runs are not repeated. The teacher of a recipe is the quickstart's model, which is trained
+first. The table is printed; that of docs/algorithms.md and its curves are of the leaderboard's rows (board.py).
 """
 
 import json
@@ -120,7 +119,7 @@ SUBJECT = Subject(
     name="learn",
     task="train_flowgrpo",
     config="configs/flowgrpo/quickstart.yaml",
-    fixed=[  # the quickstart's settings when results/learn.json was made
+    fixed=[  # the quickstart's settings when the first rows were trained
         "data.train_batch_size=12",
         "rollout.num_inference_steps=10",
         "rollout.sde_window_range=[0,5]",
@@ -146,6 +145,7 @@ SUBJECT = Subject(
     base=base,
     after=after,
     scores=of_prompts,
+    board=True,
 )
 
 if __name__ == "__main__":
