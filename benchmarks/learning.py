@@ -283,11 +283,11 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
     def of_base(keys: Iterable[str]) -> list[str]:
         return [f"{base[key]:.3f}" if key in base else "" for key in keys]
 
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [f"|{'|'.join(titles)}|", "|---" * len(titles) + "|"]
     if base:
         gap = [""] * (len(compared) + len(reaching))
         cells = ["the base", *[""] * (len(names) - 1), *of_base(subject.spreads), *gap, *of_base(subject.means)]
-        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
+        lines.append(f"|{'|'.join(cells)}|")
     for name, group in runs.items():
         cells = [with_interval([run["after"][key] for run in group]) for key in subject.spreads]
         for key in compared:
@@ -297,7 +297,7 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
             cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
         cells += [f"{statistics.fmean(run['after'][key] for run in group):.3f}" for key in subject.means]
         cells = [f"`{name}`", *([] if alike else [str(len(group))]), *cells]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"|{'|'.join(cells)}|")
     return lines
 
 

@@ -75,14 +75,14 @@ def test_prompts_must_agree_with_the_seeds() -> None:
 def test_a_table_compares_with_its_first_row() -> None:
     results = [run("a", 0, 0.7), run("a", 1, 0.8), run("b", 0, 0.80), run("b", 1, 0.901), run("c", 0, 0.5)]
     assert table(subject(), {"test": 0.1}, results)[2:] == [
-        "| the base | | 0.100 | | | |",
-        "| `a` | 2 | 0.750±0.635 |  | 50, 1 of 2 | 9, 1 of 2 |",
-        "| `b` | 2 | 0.851±0.642 | +0.101±0.006 | 50 | 9 |",
-        "| `c` | 1 | 0.500 | -0.200 ≈ | never | never |",
+        "|the base||0.100||||",
+        "|`a`|2|0.750±0.635||50, 1 of 2|9, 1 of 2|",
+        "|`b`|2|0.851±0.642|+0.101±0.006|50|9|",
+        "|`c`|1|0.500|-0.200 ≈|never|never|",
     ]
     heading, *_, last = table(subject(), {"test": 0.1}, results[:4])
-    assert heading.startswith("| recipe, 2 seeds | test |")
-    assert last == "| `b` | 0.851±0.642 | +0.101±0.006 | 50 | 9 |"
+    assert heading.startswith("|recipe, 2 seeds|test|")
+    assert last == "|`b`|0.851±0.642|+0.101±0.006|50|9|"
 
 
 def test_scores_are_those_of_the_last_validation(tmp_path: Path) -> None:
