@@ -3,13 +3,13 @@
     python benchmarks/board.py learn_lm grpo raft --seeds 0 1 2 3 4
     python benchmarks/board.py                    # only write the tables
 
-The first argument is a comparison: learn, learn_lm, learn_bd or learn_tools; the others are recipes of its YAML file.
-Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>, with --label another name
-for those of another processor: configuration, versions, processor, digests of the files that it read, metrics, digests
-of the final weights, and the curve over samples and CPU seconds. The teacher of a recipe is the model of the first
-recipe with seed 0, which stands beside the rows. The tables of docs/leaderboard.md are made from all rows: one for each
-processor, since neither bits nor CPU seconds are those of another one; the table and the curves on a comparison's own
-page from those of the processor that has most.
+The first argument is a comparison: learn, learn_lm, learn_tools, learn_bd or learn_bd_algorithms; the others are
+recipes of its YAML file. Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>,
+with --label another name for those of another processor: configuration, versions, processor, digests of the files that
+it read, metrics, digests of the final weights, and the curve over samples and CPU seconds. The teacher of a recipe is
+the model of the first recipe with seed 0, which stands beside the rows. The tables of docs/leaderboard.md are made from
+all rows: one for each processor, since neither bits nor CPU seconds are those of another one; the table and the curves
+on a comparison's own page from those of the processor that has most.
 """
 
 import argparse
@@ -31,7 +31,13 @@ from phalanx.tools.reproduce.rows import write_row
 
 BOARD = ROOT / "benchmarks" / "board"
 PAGE = ROOT / "docs" / "leaderboard.md"
-TITLES = {"learn": "Images", "learn_lm": "Text", "learn_tools": "Tools", "learn_bd": "Block diffusion"}
+TITLES = {
+    "learn": "Images",
+    "learn_lm": "Text",
+    "learn_tools": "Tools",
+    "learn_bd": "Block diffusion, estimates of a log-probability",
+    "learn_bd_algorithms": "Block diffusion, algorithms",
+}
 SEEDS = [0, 1, 2, 3, 4]
 MARGIN = 0.15  # by which CPU seconds of equal work differ between runs of a shared machine
 
