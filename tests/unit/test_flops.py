@@ -1,6 +1,7 @@
 """FLOP counts compared with counts by hand and with torch's counter on real backward passes."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.telemetry import flops
 from phalanx.telemetry.flops import forward_flops, named_peak_flops, peak_flops
 from phalanx.telemetry.step_metrics import step_flops
 
@@ -194,3 +196,18 @@ def test_the_peak_of_a_cpu_is_measured_once() -> None:
         torch.mm(a, a)
         seconds.append(time.perf_counter() - start)
     assert 0.02 < linear(512, 512, 512) / min(seconds) / first < 50
+
+
+def test_the_peak_of_a_cpu_is_that_of_the_fastest_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dtype without vector instructions has a slow one: a share of its rate would be above 1."""
+    now = [0.0]
+    layouts = set[tuple[bool, bool]]()
+
+    def multiply(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+        layouts.add((one.is_contiguous(), other.is_contiguous()))
+        now[0] += 1.0 if one.is_contiguous() else 0.1
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(flops, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert flops._measured_gemm.__wrapped__(torch.bfloat16, 1) == pytest.approx(2 * 512**3 / 0.1)
+    assert layouts == {(True, True), (True, False), (False, True)}

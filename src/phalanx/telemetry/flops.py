@@ -89,7 +89,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The peak FLOP/s of `device` in `dtype`; None if unknown.
 
     For a GPU it is the dense figure of the datasheet. For a CPU it is measured once per process: the median rate of a
-    few matrix products with the current number of threads (0.04 s in float32).
+    few matrix products with the current number of threads, in the layout that is fastest (0.1 s in float32).
     """
     if device.type == "cuda":
         return named_peak_flops(torch.cuda.get_device_name(device), dtype)
@@ -111,14 +111,19 @@ def named_peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 @lru_cache(maxsize=8)
 def _measured_gemm(dtype: torch.dtype, threads: int) -> float:
-    """Median FLOP/s of square products; `threads` only keys the cache."""
-    rates = []
-    for size in _GEMM_SIZES:
-        a = torch.ones(size, size, dtype=dtype)
-        out = torch.empty_like(a)
-        torch.mm(a, a, out=out)  # warm-up: the first call packs weights and selects a kernel
-        for _ in range(_GEMM_REPEATS):
-            start = time.perf_counter()
-            torch.mm(a, a, out=out)
-            rates.append(2 * size**3 / (time.perf_counter() - start))
-    return statistics.median(rates)
+    """FLOP/s of square products in the fastest layout of a training step, the median of each; `threads` only keys the
+    cache. Without vector instructions for a dtype, one layout may be ten times as fast as another.
+    """
+    fastest = 0.0
+    for transposed in ((False, True), (False, False), (True, False)):  # x W^T, and the gradients of x and of W
+        rates = []
+        for size in _GEMM_SIZES:
+            out = torch.ones(size, size, dtype=dtype)
+            one, other = (out.clone().T if turned else out.clone() for turned in transposed)
+            torch.mm(one, other, out=out)  # warm-up: the first call packs weights and selects a kernel
+            for _ in range(_GEMM_REPEATS):
+                start = time.perf_counter()
+                torch.mm(one, other, out=out)
+                rates.append(2 * size**3 / (time.perf_counter() - start))
+        fastest = max(fastest, statistics.median(rates))
+    return fastest
