@@ -170,6 +170,7 @@ def rare(cfgs: list[BlockDiffusionTaskConfig]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 def test_passes_without_a_masked_token(blocks_folder: Path, tmp_path: Path) -> None:
     """They have a loss of 0, and a backward pass, for which other ranks wait."""
     cfgs = []

@@ -208,6 +208,7 @@ def on_a_slow_file_system(folder: Path, slow: str) -> tuple[int, bool]:
     return writer.load(kept, other).step, equal(state, other)
 
 
+@pytest.mark.quick("find")
 @pytest.mark.parametrize("slow", ["rmtree", "find", "damaged", "load_tensors"])
 def test_a_slow_file_system_is_not_a_lost_rank(slow: str, tmp_path: Path) -> None:
     """The limit of the collectives of a step does not hold for what waits for files of a checkpoint."""

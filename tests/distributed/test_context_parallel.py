@@ -162,6 +162,7 @@ def collected(cfg: FlowRLConfig) -> tuple[torch.Tensor, dict[str, float]]:
     return found.samples.outputs, found.row
 
 
+@pytest.mark.full
 def test_prompts_that_are_drawn_again(wan_folder: Path, tmp_path: Path) -> None:
     """All prompts are drawn again, because their rewards are equal."""
     (tmp_path / "reward.py").write_text("def dark(images, prompts, metadata):\n    return [0.0] * len(images)\n")

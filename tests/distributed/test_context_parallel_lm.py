@@ -265,7 +265,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.quick("blocks")
+@pytest.mark.full
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_same_step_with(feature: str, lm_folder: Path, blocks_folder: Path, tmp_path: Path) -> None:
     """Blocks, whose states attend by a mask of the whole row; experts on ranks that share samples; prompts once."""

@@ -314,6 +314,7 @@ def run(cfg: LMRLConfig) -> None:
     build(cfg).run()
 
 
+@pytest.mark.full
 def test_tools_that_nobody_calls(talker: Path, tmp_path: Path) -> None:
     """A turn without a call is the last one, and parts of a reward are terms of their own."""
     entry = "path: 'phalanx.zoo.rewards.text.environment:Environment', kwargs"

@@ -65,6 +65,7 @@ def test_a_language_model(ranks: int, lm_folder: Path, tmp_path: Path) -> None:
     assert not torch.equal(PeftModel.from_pretrained(base, exports / "step_000002")(ids).logits, plain)
 
 
+@pytest.mark.full
 def test_a_flow_model_from_a_lora_and_again_from_the_start(sd3_folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, 2, tiny_config(sd3_folder, tmp_path / "first", *SAVES, LORA))
     first = tmp_path / "first" / "out" / "export" / "step_000002"

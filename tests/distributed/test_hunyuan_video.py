@@ -39,6 +39,7 @@ def test_layouts_agree_from_images(hunyuan_i2v_folder: Path, tmp_path: Path) -> 
         torch.testing.assert_close(part["images"], one[0]["images"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_plans_count_the_image(hunyuan_folder: Path, hunyuan_i2v_folder: Path, tmp_path: Path) -> None:
     folders = hunyuan_folder, hunyuan_i2v_folder
     configs = [tiny_config(folder, tmp_path / folder.name, VIDEO, f"model.family={folder.name}") for folder in folders]

@@ -206,6 +206,7 @@ def before_and_after(cfg: JointConfig) -> tuple[dict[str, dict[str, Tensor]], di
     return before, weights(t)
 
 
+@pytest.mark.full
 def test_pictures_are_compared_within_a_text_or_a_prompt(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     """The scope changes only what the painter learns, neither the samples nor what the writer learns."""
     drawn = []

@@ -79,6 +79,7 @@ def kept_steps(folder: Path) -> set[int]:
     return {int(name.removeprefix("step_")) for name in names(folder / "checkpoints")}
 
 
+@pytest.mark.quick("2-1")
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_a_run_keeps_its_best_over_a_resume_on_other_ranks(
     before: int, after: int, sd3_folder: Path, tmp_path: Path
@@ -100,6 +101,7 @@ def test_a_run_keeps_its_best_over_a_resume_on_other_ranks(
     assert next(iter(rows(tmp_path / "again")))["step"] == best + 1
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_a_signal_caused_has_no_value(sd3_folder: Path, tmp_path: Path) -> None:
     """Learning rates of a cosine fall, so that the first checkpoint is the best; the signal comes in step 4."""
     keys = ("trainer.save_freq=2", "trainer.max_checkpoints=1", "trainer.total_training_steps=5", "model.lora_rank=4")

@@ -112,7 +112,7 @@ def test_shards_of_other_families(
     assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     """bf16 compute over float32 weights: replicated ranks keep copies, FSDP casts; both compute the same."""

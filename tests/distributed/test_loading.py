@@ -194,6 +194,7 @@ def loaded_late(cfg: FlowRLConfig) -> int:
     return trainer.job.progress.step
 
 
+@pytest.mark.full
 def test_a_model_that_one_node_reads_slowly_is_no_hang(sd3_folder: Path, tmp_path: Path) -> None:
     keys = ["parallel.timeout_s=5", "parallel.fsdp_size=1", "trainer.total_training_steps=1"]
     assert run_ranks(loaded_late, 2, tiny_config(sd3_folder, tmp_path, *keys)) == [1, 1]

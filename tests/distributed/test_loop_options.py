@@ -164,6 +164,7 @@ def two_references(cfg: FlowRLConfig) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_the_reference_follows_every_k_steps(sd3_folder: Path, tmp_path: Path) -> None:
     keys = ("algorithm.kl_loss_coef=0.1", "actor.ref_model_sync_steps=2", "trainer.total_training_steps=3")
     cfg = configure(sd3_folder, tmp_path, reward(tmp_path, "bright"), *keys, "parallel.fsdp_size=1")

@@ -164,9 +164,8 @@ def supervised_keys(task: str, folder: Path) -> list[str]:
     return [*common, size, *columns[task]]
 
 
-@pytest.mark.parametrize(
-    "task", ["sft", pytest.param("block_diffusion", marks=pytest.mark.full), "dpo", "flow_matching"]
-)
+@pytest.mark.quick("flow_matching")
+@pytest.mark.parametrize("task", ["sft", "block_diffusion", "dpo", "flow_matching"])
 def test_the_first_update_of_a_supervised_job(task: str, tmp_path: Path) -> None:
     """Nothing is drawn: loss and gradient are compared. Those of another dtype are off by rounding, and of shards by less."""
     keys = supervised_keys(task, tmp_path / "data")
@@ -198,6 +197,7 @@ def test_verdicts_of_first_updates() -> None:
     assert "reference and policy are apart before any update: the mean margin of pairs is 5.0e-01" in apart
 
 
+@pytest.mark.full
 def test_standard_variants_that_a_job_refuses_are_named(lm_folder: Path, tmp_path: Path) -> None:
     """The others are compared. Two ranks of one copy also run with the weights sharded."""
     keys = [*lm_overrides(lm_folder, tmp_path), "parallel.fsdp_size=1", "model.use_prefix_grouper=true"]

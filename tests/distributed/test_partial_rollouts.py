@@ -105,6 +105,7 @@ def test_layouts_train_the_same_groups(lm_folder: Path, tmp_path: Path) -> None:
     assert sum(times) == 4 * STEPS and max(times) - min(times) <= 1  # as without partial rollouts
 
 
+@pytest.mark.quick("lm")
 @pytest.mark.parametrize("kind", ["lm", "blocks"])
 def test_a_step_that_waits_for_all_is_a_usual_one(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
     """The responses do not depend on the number of rounds in which they were sampled."""

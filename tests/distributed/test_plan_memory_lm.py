@@ -172,6 +172,7 @@ PROMPT = "Ann has 3 books." * 8
 BLOCKS = ("model.block_size=8", "model.mask_token=<|endoftext|>")
 
 
+@pytest.mark.full
 def test_memory_of_supervised_blocks(medium_lm: Path, tmp_path: Path) -> None:
     """Two passes, in which four of five tokens of the responses are masked."""
     prompt, length = in_blocks(medium_lm)

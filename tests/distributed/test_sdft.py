@@ -94,6 +94,7 @@ def budgeted(cfg: LMRLConfig) -> list[int]:
     return seen
 
 
+@pytest.mark.full
 def test_the_teachers_passes_keep_to_the_budget(lm_folder: Path, tmp_path: Path) -> None:
     keys = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=200", "model.use_remove_padding=true")
     short, long = (

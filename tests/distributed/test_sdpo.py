@@ -175,6 +175,7 @@ def shown_step(cfg: LMRLConfig) -> tuple[dict[str, Any], list[Any]]:
     return update(t, samples, reward, 0), drawn
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_the_teacher_sees_the_images(family: str, tmp_path: Path) -> None:
     """Behind the context, and where they stand in the prompt, as transformers' processor places them."""

@@ -65,6 +65,7 @@ def check_equals_alone(
     return shares
 
 
+@pytest.mark.full
 def test_runs_of_a_flow_model_equal_those_alone(sd3_folder: Path, tmp_path: Path) -> None:
     def config(*words: str) -> Any:
         return tiny_config(sd3_folder, tmp_path, *words)
@@ -123,6 +124,7 @@ def failing(cfg: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_runs_end_early_or_fail_by_themselves(sd3_folder: Path, tmp_path: Path) -> None:
     keys = (*LORA, "trainer.end_below={actor/lr: 2e-3}", "trainer.end_below_from=2", "trainer.total_training_steps=3")
     low, fine, wild = names = "optim.lr=0.001", "optim.lr=0.004", "optim.lr=1000000000.0"

@@ -134,6 +134,7 @@ class Dice:
 '''
 
 
+@pytest.mark.full
 def test_a_resumed_run_calls_its_tools_again(tmp_path: Path) -> None:
     """Those of the unfinished conversations, whose state is that of before; in a session of one's own."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -169,6 +170,7 @@ def test_a_resumed_run_calls_its_tools_again(tmp_path: Path) -> None:
         assert torch.equal(value, resumed[name])
 
 
+@pytest.mark.full
 def test_conversations_that_are_not_repeated_are_drawn_again(talker: Path, tmp_path: Path) -> None:  # noqa: F811
     """In one line; those that had ended are trained as they were."""
     run_ranks(fit, 1, job(talker, tmp_path / "whole", *KEPT))

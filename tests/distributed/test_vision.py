@@ -223,6 +223,7 @@ def taught(config: LMRLConfig) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     return own, of_teacher, samples.mask, [look is not None for look in samples.trace.looks]
 
 
+@pytest.mark.full
 def test_a_teacher_reads_images(qwen: Path, tmp_path: Path) -> None:
     """With its own tower: the policy's own folder gives the policy's log-probs, another one other log-probs."""
     other = tmp_path / "other"

@@ -43,6 +43,7 @@ def test_layouts_agree(kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path)
     assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
+@pytest.mark.full
 @pytest.mark.seldom("lora-1", "full-1", "full-2")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])

@@ -134,6 +134,7 @@ def test_its_model_card_names_no_command_that_lacks_the_model(
     assert "for 2 steps." in text and " on 1 rank |" in text
 
 
+@pytest.mark.full
 def test_two_ranks(twice: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """Each rank runs the program; the samples are those of one rank."""
     alone = twice[1][0]
@@ -178,6 +179,7 @@ tell(scores=list(mine.samples[0]["scores"]))
 """
 
 
+@pytest.mark.full
 def test_supervised_fine_tuning_and_an_evaluation(tmp_path: Path) -> None:
     """Rows with `prompt` and `completion` train as the chats of the same texts; the evaluation is of what was trained."""
     of_rows, of_chats, of_shared, first, again, foreign, mine = run_program(tmp_path, SUPERVISED)

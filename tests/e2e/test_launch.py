@@ -163,6 +163,7 @@ def first_line(command: list[str], env: Mapping[str, str] | None = None) -> tupl
         return line, process.communicate(timeout=LIMIT_S)[1]
 
 
+@pytest.mark.full
 def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
     env = launch_environment({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no.such.host"})
     command = ["sh", "train.sh", TASK, CONFIG]

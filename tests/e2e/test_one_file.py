@@ -103,7 +103,7 @@ def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
 
 
 @pytest.mark.seldom("text-12")
-@pytest.mark.quick("flow-13")
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "most"), [("flow", 13), ("text", 12)])
 def test_a_reward_that_is_a_function_meets_few_others(kind: str, most: int) -> None:
     """Of three files, on all threads; images are also searched for NaN. Splitting, blame and forgiving are apart."""

@@ -31,7 +31,7 @@ def test_each_stage_improves_or_holds(tmp_path: Path) -> None:
     assert differences["sdft"]["high"] > 0 and differences["sdft"]["value"] > -0.03
 
 
-@pytest.mark.quick("sft")
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_plan_for_qwen3_4b(stage: str) -> None:
     cfg = load_config(STAGES[stage], str(ROOT / "configs" / "recipe" / f"qwen3_4b_{stage}.yaml"), [])

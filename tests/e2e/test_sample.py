@@ -161,6 +161,7 @@ def test_settings_that_the_model_does_not_have(sd3_folder: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model(trained: Runs, qwen_folder: Path, tmp_path: Path) -> None:
     live = trained("sd3-full")
     common = (f"checkpoint={live.folder}", prompts(["a"]))

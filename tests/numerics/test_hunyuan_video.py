@@ -164,6 +164,7 @@ def test_videos_of_images_are_those_of_the_stock_pipeline(
     torch.testing.assert_close(videos, torch.cat(theirs), rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_log_probs_of_videos_of_images_are_exact(world: World, hunyuan_i2v_folder: Path) -> None:
     policy = make_policy(world, hunyuan_i2v_folder, lora_rank=4, dtype="bfloat16")
     disturb(policy)

@@ -111,6 +111,7 @@ class TestConsole:
             assert re.search(rf"step {done}/2 done \S+ {phase} 0:\d\d:\d\d ETA {eta}", plain), phase
         assert screen.endswith("\x1b[?25h")  # the cursor is shown
 
+    @pytest.mark.quick("terminals0")
     @pytest.mark.parametrize("terminals", [(), ("stdout",), ("stderr",)])
     def test_without_a_terminal_rows_are_plain(self, terminals: tuple[str, ...], tmp_path: Path) -> None:
         screen, out, err = shown(LOOP, tmp_path, *terminals)

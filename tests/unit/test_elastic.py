@@ -204,6 +204,7 @@ def frozen(port: int, ranks: list[int]) -> list[str]:
     return errors
 
 
+@pytest.mark.full
 def test_ranks_that_were_frozen_together_go_on() -> None:
     assert run_ranks(frozen, 2, free_port(), [0, 1]) == [[], []]
 

@@ -59,6 +59,7 @@ os.wait()
 """
 
 
+@pytest.mark.full
 def test_process_groups_are_freed_when_the_next_world_is_left() -> None:
     """And never by a daemon thread that still refers to the job while the interpreter ends, which would abort it."""
     done = subprocess.run([sys.executable, "-c", WORLDS], capture_output=True, text=True, check=True, timeout=120)

@@ -92,7 +92,7 @@ def test_holds_differences_only(path: Path) -> None:
 
 
 @pytest.mark.seldom("grpo-quickstart", "grpo-quickstart_vl", "ppo-quickstart", "grpo-math_deepseek_r1_distill_1_5b")
-@pytest.mark.quick("grpo-gsm8k_qwen25_7b", "ppo-gsm8k_qwen25_7b")
+@pytest.mark.quick("grpo-gsm8k_qwen25_7b")
 @recipes
 def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
     """One step on one rank, with all of the recipe's settings but the model, its lengths, the batch, the engine and the

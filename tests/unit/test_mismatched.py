@@ -71,7 +71,7 @@ def drawn(cfg: Any) -> list[Any]:
 
 
 @pytest.mark.seldom("Images")
-@pytest.mark.quick("Texts")
+@pytest.mark.full
 def test_engines_are_off_by_their_name(job: Job) -> None:
     found = {off: run_ranks(drawn, 1, job(off, "rollout.correction=none"))[0] for off in OFFS}
     log_prob, mask, row, states = found["exact"][0]

@@ -245,6 +245,7 @@ def test_memory_that_does_not_fit(tmp_path: Path, sd3_folder: Path) -> None:
     assert last == f"peak: {memory.peak / GB:.2f} and 2.00 for CUDA and NCCL, of 80.00 GB"
 
 
+@pytest.mark.full
 def test_keys_that_help_do_help(tmp_path: Path, sd3_folder: Path) -> None:
     def need(*keys: str) -> int:
         cfg = tiny_config(sd3_folder, tmp_path, "rollout.n=8", "parallel.fsdp_size=2", *keys)

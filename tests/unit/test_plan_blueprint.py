@@ -71,6 +71,7 @@ def test_the_blueprint_is_the_model(
     assert all(t.is_meta for m in [drawn.transformer, drawn.vae, *drawn.text_encoders] for t in m.state_dict().values())
 
 
+@pytest.mark.quick("flux-keys1-2080")
 @pytest.mark.parametrize(
     ("family", "keys", "numbers"),  # of a prompt's embeddings: tokens of 64, and what FLUX's CLIP pools to 32
     [

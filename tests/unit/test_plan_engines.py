@@ -83,6 +83,7 @@ def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder
         assert (judge_phase(awake), awake.peak) == (0, alone.peak + size)
 
 
+@pytest.mark.full
 def test_a_reward_model_that_answers_while_images_are_sampled(
     sd3_folder: Path, tmp_path: Path, reward_folder: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_each_count_of_operations_is_a_new_one(sd3_folder: Path, tmp_path: Path)
     assert len(counts) == 1
 
 
+@pytest.mark.full
 def test_what_a_teacher_brings_to_the_host(sd3_folder: Path, sd3_t5_folder: Path, tmp_path: Path) -> None:
     """Its own text encoders, and weights that are offloaded."""
     own, theirs = (load_pipeline(folder) for folder in (sd3_folder, sd3_t5_folder))

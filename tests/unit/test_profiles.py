@@ -39,6 +39,7 @@ def trace(folder: Path, step: int, rank: int = 0) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.full
 def test_a_step_of_a_job(
     sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_other_ranks_are_within_rounding(runs: Path) -> None:
     assert 0 <= max((result.tensors or {}).values()) < 1e-3
 
 
+@pytest.mark.full
 def test_other_instructions_are_within_rounding(runs: Path, tmp_path: Path) -> None:
     """As on an older processor: torch and its libraries are limited when a process starts, which no fork can be."""
     older = "DEFAULT" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "AVX2"
@@ -246,6 +247,7 @@ def test_another_machine_is_named(runs: Path, tmp_path: Path, monkeypatch: pytes
     assert line.startswith("the processor's instructions AVX9 there, ")
 
 
+@pytest.mark.full
 def test_the_oldest_checkpoint_that_differs_names_the_layer(runs: Path, tmp_path: Path) -> None:
     """Later ones differ in all layers. Runs without a checkpoint in common say so."""
     pair = tmp_path / "a", tmp_path / "b"

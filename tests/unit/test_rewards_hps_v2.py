@@ -192,6 +192,7 @@ def qwen_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen2_vl(tmp_path_factory.mktemp("qwen2_vl"))
 
 
+@pytest.mark.full
 def test_converted_weights_keep_their_dtype_and_load_without_a_word(open_clip: OpenClip, clip_base: Path) -> None:
     """Run in a separate process, as a user does."""
     folder = clip_base.parent / "half"

@@ -75,6 +75,7 @@ def test_no_answer_runs(task: str, tmp_path: Path) -> None:
     assert not touch.exists()
 
 
+@pytest.mark.quick("countdown", "simple_integration")
 @pytest.mark.parametrize("task", EVALUATING)
 def test_right_answers_are_still_right(task: str) -> None:
     assert judge(task, str(entry_of(task)["answer"])) == [1.0]
