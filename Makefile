@@ -77,7 +77,7 @@ help:
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make learn-lm         the same for language models, about an hour on 2 cores"
 	@echo "make learn-bd         the same for block diffusion, half an hour"
-	@echo "make learn-tools      the same for the quickstart with tools, half an hour"
+	@echo "make learn-tools      the same for the quickstart with tools, a quarter of an hour"
 	@echo "make base             rebuild the tiny base model of the quickstart, about 5 minutes"
 	@echo "make base-lm          rebuild the tiny language model and its word problems, about 2 minutes"
 	@echo "make base-tools       rebuild the tiny language model with a calculator from that one, about 2 minutes"

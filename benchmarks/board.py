@@ -3,7 +3,7 @@
     python benchmarks/board.py learn_lm grpo raft --seeds 0 1 2 3 4
     python benchmarks/board.py                    # only write the tables
 
-The first argument is a comparison: learn, learn_lm, learn_tools, learn_bd or learn_bd_algorithms; the others are
+The first argument is a comparison such as learn_lm, a module beside this one with its YAML file; the others are
 recipes of its YAML file. Each run goes to outputs/board, and its row to benchmarks/board/<comparison>/<recipe>-<seed>,
 with --label another name for those of another processor: configuration, versions, processor, digests of the files that
 it read, metrics, digests of the final weights, and the curve over samples and CPU seconds. The teacher of a recipe is
@@ -35,6 +35,7 @@ TITLES = {
     "learn": "Images",
     "learn_lm": "Text",
     "learn_tools": "Tools",
+    "learn_tools_algorithms": "Tools, algorithms",
     "learn_bd": "Block diffusion, estimates of a log-probability",
     "learn_bd_algorithms": "Block diffusion, algorithms",
 }
